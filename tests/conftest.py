@@ -1,0 +1,33 @@
+"""Shared switches: no hub, quiet telemetry, and GPU or vLLM tests skipped with a reason where they cannot run."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.update({"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"})
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")
+    no_vllm = pytest.mark.skip(reason="needs vLLM, which is not installed in this environment")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if "vllm" in item.keywords and importlib.util.find_spec("vllm") is None:
+            item.add_marker(no_vllm)
+
+
+@pytest.fixture(autouse=True)
+def _collect_trainers() -> object:
+    """A trainer of one test must not own the parameters of the next."""
+    yield
+    gc.collect()

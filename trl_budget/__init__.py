@@ -1,0 +1,16 @@
+"""GRPO training for people whose GPUs are cheap: TRL's `GRPOTrainer` with less GPU memory and the same training."""
+
+from trl_budget.config import BudgetGRPOConfig
+from trl_budget.errors import HostMemoryError, NonFiniteGradientError, SettingsError, UpstreamMovedError
+from trl_budget.host_adamw import HostAdamW
+from trl_budget.trainer import BudgetGRPOTrainer
+
+__all__ = [
+    "BudgetGRPOConfig",
+    "BudgetGRPOTrainer",
+    "HostAdamW",
+    "HostMemoryError",
+    "NonFiniteGradientError",
+    "SettingsError",
+    "UpstreamMovedError",
+]

@@ -1,0 +1,79 @@
+"""Compute weights follow the masters, and writes by others are adopted into the masters.
+
+After every refresh `compute_weights == master_weights.to(dtype)`, bit for bit. What someone else wrote since (a
+checkpoint, the best model, user code, an averaging callback) is found by torch's version counter and, since a write
+through `.data` does not move that, by a checksum. Only elements that differ are adopted: a callback that swaps weights
+out and back again must not cost the masters their low bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trl_budget.parameter_slots import ParameterSlot
+from trl_budget.streams import CopyEngines
+
+
+class ComputeWeights:
+    """Tracks the compute weights of slots that have a separate master.
+
+    Args:
+        engines: copy engines, by CUDA device.
+    """
+
+    def __init__(self, engines: CopyEngines) -> None:
+        self._engines = engines
+        self._versions: dict[ParameterSlot, int] = {}
+        self._checksums: dict[ParameterSlot, Tensor] = {}
+
+    @torch.no_grad()
+    def write(self, slot: ParameterSlot, start: int, stop: int) -> None:
+        """Casts `master_weights[start:stop]` (flat) into the parameter; on CUDA asynchronously, see `CopyEngine`."""
+        source = slot.master_weights.view(-1)[start:stop]
+        # Not through `.data`: the write must move the version counter, as torch's own step does.
+        target = slot.parameter.detach().view(-1)[start:stop]
+        if target.device.type == "cuda":
+            self._engines[target.device].upload(source, target)
+        else:
+            target.copy_(source)
+
+    def record(self, slots: Sequence[ParameterSlot]) -> None:
+        """Remembers the present values as the ones this library wrote. Uploads must have finished."""
+        for slot in slots:
+            self._versions[slot] = slot.parameter._version
+            self._checksums[slot] = checksum(slot.parameter)
+
+    def changed(self, slots: Sequence[ParameterSlot]) -> list[ParameterSlot]:
+        """The slots whose parameter somebody else has written since `record`, with one synchronisation per device."""
+        by_device: dict[torch.device, list[ParameterSlot]] = {}
+        for slot in slots:
+            by_device.setdefault(slot.parameter.device, []).append(slot)
+        found: list[ParameterSlot] = []
+        for group in by_device.values():
+            flags = torch.stack([checksum(slot.parameter) != self._checksums[slot] for slot in group]).tolist()
+            for slot, flag in zip(group, flags, strict=True):
+                if flag or slot.parameter._version != self._versions[slot]:
+                    found.append(slot)
+        return found
+
+    @torch.no_grad()
+    def adopt(self, slot: ParameterSlot) -> int:
+        """Takes over into the master every element that is not the master's cast. Returns how many."""
+        parameter = slot.parameter.detach()
+        written = parameter.to("cpu", torch.float32)
+        expected = slot.master_weights.to(parameter.dtype).float()
+        differs = written != expected
+        slot.master_weights.copy_(torch.where(differs, written, slot.master_weights))
+        return int(differs.sum())
+
+
+@torch.no_grad()
+def checksum(parameter: Tensor) -> Tensor:
+    """A 64-bit sum over the bit patterns, rows weighted by their index so that exchanged rows show. On the device."""
+    bits = parameter.detach().view(torch.int16 if parameter.element_size() == 2 else torch.int32)
+    rows = bits.reshape(bits.shape[0] if bits.dim() else 1, -1).sum(dim=1, dtype=torch.int64)
+    weights = torch.arange(1, rows.numel() + 1, device=rows.device)
+    return (rows * weights).sum()

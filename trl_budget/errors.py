@@ -1,0 +1,20 @@
+"""Error kinds of the library, so that a caller can tell a setting to change from a machine that refuses.
+
+Every message has three sentences: what happened with values, why it cannot work, and which field to set to what.
+"""
+
+
+class SettingsError(ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class HostMemoryError(RuntimeError):
+    """The machine refused host memory, or refused to page-lock it."""
+
+
+class UpstreamMovedError(RuntimeError):
+    """A method of TRL, transformers or Accelerate that this library overrides no longer has the tested signature."""
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Too many optimizer steps in a row were skipped because the gradient norm was infinite or NaN."""

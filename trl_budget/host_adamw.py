@@ -1,0 +1,428 @@
+"""AdamW on the host over fp32 master weights, for parameters of any device.
+
+Bit-exact against `torch.optim.AdamW` of the same implementation stepping the same fp32 tensors: torch's own functional
+AdamW is called, on blocks of each parameter whose length is a multiple of 16 elements (the bits are the same however
+such blocks are cut). Gradients of several backwards are summed in fp32. Does not serve amsgrad, maximize, sparse
+gradients, or more than one process.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
+from torch.optim.adamw import adamw
+
+from trl_budget.compute_weights import ComputeWeights
+from trl_budget.errors import NonFiniteGradientError, SettingsError
+from trl_budget.grad_offload import BackwardEndHook, GradientAccumulator
+from trl_budget.optimizer_state import UNSERVED_FLAGS, check_loadable, load_slot
+from trl_budget.parameter_slots import HostState, ParameterSlot, check_parameter
+from trl_budget.pinned import ParameterSlabs
+from trl_budget.streams import CopyEngines
+
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATIONS = ("fused", "foreach", "loop")
+BLOCK_ELEMENTS = 2**21  # a multiple of 16; four fp32 operands of a block are 32 MiB, which stays in a server's cache
+MAX_CONSECUTIVE_SKIPPED_STEPS = 10
+
+_owners: weakref.WeakValueDictionary[int, HostAdamW] = weakref.WeakValueDictionary()
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """AdamW whose state and arithmetic live in host memory; the device keeps the compute weights only.
+
+    `loss.backward(); optimizer.step()` is the whole protocol. When a backward ends, the gradients move to fp32
+    accumulators on the host and `parameter.grad` becomes None; `step()` runs AdamW on the fp32 masters and writes
+    `master_weights.to(parameter.dtype)` back, before it returns. A parameter that is fp32 and on the CPU is stepped in
+    place: no second copy, and its gradient stays in `parameter.grad`, as with torch's optimizer.
+
+    `state[p]` holds `step` (fp32 scalar), `exp_avg`, `exp_avg_sq` and `master_weights` (fp32, host, `p`'s shape;
+    page-locked when `p` is on CUDA). A step whose gradient norm is infinite or NaN is skipped and reported; the tenth
+    in a row raises.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for any torch optimizer. fp32 or bf16, contiguous,
+            on the CPU or CUDA. Frozen ones get no state until they require gradients.
+        lr: learning rate.
+        betas: coefficients of the running averages.
+        eps: term added to the denominator.
+        weight_decay: decoupled weight decay.
+        implementation: which of torch's AdamW implementations runs: "fused" (fastest), "foreach" or "loop" (these two
+            give the same bits).
+        master_weights: fp32 host tensors to keep as masters, of parameters that have been cast already. Parameters
+            that are missing get `p.float()`.
+        parameter_names: names used in errors and warnings; `param_names` of the groups are used otherwise.
+        pin_memory: page-lock the state of CUDA parameters. False costs transfer speed and exists to measure it.
+
+    Raises:
+        SettingsError: an argument out of range, a parameter that cannot be served or that a live HostAdamW serves.
+        HostMemoryError: the machine refused the memory.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        implementation: str = "fused",
+        *,
+        master_weights: ParameterSlabs | None = None,
+        parameter_names: Mapping[Parameter, str] | None = None,
+        pin_memory: bool = True,
+    ) -> None:
+        _check_arguments(lr, betas, eps, weight_decay, implementation)
+        self.implementation = implementation
+        self.num_consecutive_skipped_steps = 0
+        self._given_masters = master_weights
+        self._names = dict(parameter_names or {})
+        self._slots: dict[Parameter, ParameterSlot] = {}
+        self._host_state = HostState(pin_memory=pin_memory)
+        self._engines = CopyEngines(pin=pin_memory)
+        self._accumulator = GradientAccumulator(self._engines)
+        self._compute_weights = ComputeWeights(self._engines)
+        self._hook = BackwardEndHook(weakref.WeakMethod(self._on_backward_end))
+        self._gradient_norm: Tensor | None = None
+        self._clip_coefficient: Tensor | None = None
+        self._is_built = False
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._is_built = True
+        self._build_slots()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, with host state of its own."""
+        super().add_param_group(param_group)
+        if self._is_built:
+            self._build_slots()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory held by masters, moments and accumulators; parameters stepped in place not counted."""
+        return self._host_state.nbytes + (self._given_masters.nbytes if self._given_masters is not None else 0)
+
+    # Gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of the running step, on the device and in the accumulators."""
+        super().zero_grad(set_to_none)
+        self._forget_gradients()
+
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        """The fp32 host gradient summed so far, clipping included, or None. Valid until the next backward or step."""
+        self._drain_gradients()
+        self._scale_accumulators()
+        return self._slots[parameter].gradient
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Clips the global gradient norm as `torch.nn.utils.clip_grad_norm_` does and returns the norm before.
+
+        Args:
+            max_norm: upper bound of the norm; `inf` only measures.
+            parameters: the order in which per-parameter norms are summed, which decides the last bit; the order of the
+                groups when None. Pass `model.parameters()` to get stock's bits. Must hold every stepped parameter.
+
+        Returns:
+            fp32 scalar on the host: the norm before clipping.
+        """
+        self._drain_gradients()
+        self._scale_accumulators()
+        self._gradient_norm = norm = self._measure_norm(self._parameters() if parameters is None else parameters)
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if bool(coefficient == 1.0):  # a factor of 1 changes no bit
+            return norm
+        for slot in self._slots.values():
+            if slot.is_in_place and slot.gradient is not None:
+                slot.gradient.mul_(coefficient)
+        self._clip_coefficient = coefficient  # accumulators are scaled block by block in `step`, while in cache
+        return norm
+
+    def _on_backward_end(self) -> None:
+        self._gradient_norm = None
+        self._drain_gradients()
+
+    def _drain_gradients(self) -> None:
+        pending = [s for s in self._slots.values() if not s.is_in_place and s.parameter.grad is not None]
+        if pending:
+            self._scale_accumulators()
+            self._gradient_norm = None
+            self._accumulator.drain(pending)
+
+    def _scale_accumulators(self) -> None:
+        if self._clip_coefficient is not None:
+            for slot in self._slots.values():
+                if not slot.is_in_place and slot.gradient is not None:
+                    slot.gradient.mul_(self._clip_coefficient)
+            self._clip_coefficient = None
+
+    def _measure_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        slots = [slot for p in parameters if (slot := self._slots.get(p)) is not None]  # type: ignore[call-overload]
+        return get_total_norm([slot.gradient for slot in slots if slot.gradient is not None])
+
+    def _forget_gradients(self) -> None:
+        for slot in self._slots.values():
+            slot.accumulator_is_filled = False
+        self._gradient_norm = None
+        self._clip_coefficient = None
+
+    # Stepping
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Adopts foreign writes, runs AdamW on every parameter with a gradient, and refreshes the compute weights.
+
+        The new weights are in place, for every stream, when this returns. Gradients on the host are dropped; `p.grad`
+        of parameters stepped in place stays, as with torch's optimizer.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._build_slots()
+        self._drain_gradients()
+        if self._gradient_norm is None:
+            self._gradient_norm = self._measure_norm(self._parameters())
+        if not math.isfinite(self._gradient_norm.item()):
+            self._skip_step(self._gradient_norm.item())
+            return loss
+        self.num_consecutive_skipped_steps = 0
+        self.follow_parameters()
+        self.adopt_external_writes()
+        self._begin_upload()
+        stepped = [slot for group in self.param_groups for slot in self._step_group(group)]
+        self._finish_upload(stepped)
+        self._forget_gradients()
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> list[ParameterSlot]:
+        slots = [slot for p in group["params"] if (slot := self._slots.get(p)) and slot.gradient is not None]
+        settings = {
+            "foreach": self.implementation == "foreach",
+            "fused": self.implementation == "fused",
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            **{key: group[key] for key in ("lr", "eps", "weight_decay")},
+            **dict.fromkeys(UNSERVED_FLAGS, False),
+        }
+        for slot in slots:
+            self._step_slot(slot, settings)
+        return slots
+
+    def _step_slot(self, slot: ParameterSlot, settings: dict[str, Any]) -> None:
+        operands = (slot.master_weights, slot.gradient, slot.exp_avg, slot.exp_avg_sq)
+        flat = [tensor.view(-1) for tensor in operands if tensor is not None]
+        for start in range(0, flat[0].numel(), BLOCK_ELEMENTS):
+            master, gradient, exp_avg, exp_avg_sq = (tensor[start : start + BLOCK_ELEMENTS] for tensor in flat)
+            if not slot.is_in_place and self._clip_coefficient is not None:
+                gradient.mul_(self._clip_coefficient)
+            # A copy of the step, which torch's function advances once for each call, hence for each block.
+            adamw([master], [gradient], [exp_avg], [exp_avg_sq], [], [slot.step.clone()], **settings)
+            if not slot.is_in_place:
+                self._compute_weights.write(slot, start, start + master.numel())
+        slot.step += 1
+
+    def _skip_step(self, norm: float) -> None:
+        self.num_consecutive_skipped_steps += 1
+        gradients = {slot.name: slot.gradient for slot in self._slots.values() if slot.gradient is not None}
+        bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
+        logger.warning(
+            "The gradient norm is %s, so this optimizer step was skipped: masters and moments are unchanged. "
+            "%d of %d gradients hold infinite or NaN values%s. %d steps in a row have been skipped.",
+            norm,
+            len(bad),
+            len(gradients),
+            f", the first is {bad[0]}" if bad else "",
+            self.num_consecutive_skipped_steps,
+        )
+        self._forget_gradients()
+        if self.num_consecutive_skipped_steps >= MAX_CONSECUTIVE_SKIPPED_STEPS:
+            raise NonFiniteGradientError(
+                f"{self.num_consecutive_skipped_steps} optimizer steps in a row had a gradient norm of {norm}. The "
+                "run no longer learns: the weights are those of the last finite step. Resume from a checkpoint with a "
+                "lower learning_rate, or find the loss term that is not finite."
+            )
+
+    # Compute weights
+
+    @torch.no_grad()
+    def adopt_external_writes(self) -> list[str]:
+        """Takes over into the masters what others have written to the parameters since the last refresh.
+
+        Called by `step()` and before a state is loaded. Returns the names of the parameters adopted.
+        """
+        changed = self._compute_weights.changed(self._separate_slots())
+        adopted = [slot.name for slot in changed if self._compute_weights.adopt(slot)]
+        if adopted:
+            logger.warning(
+                "%d parameters were written since the last optimizer step; their new values are now the master "
+                "weights: %s%s",
+                len(adopted),
+                ", ".join(adopted[:3]),
+                ", ..." if len(adopted) > 3 else "",
+            )
+        self._compute_weights.record(changed)
+        return adopted
+
+    def follow_parameters(self) -> None:
+        """Follows parameters stepped in place whose storage was replaced (`parameter.data = ...`).
+
+        Raises:
+            SettingsError: such a parameter left the CPU or fp32, and took its master weights with it.
+        """
+        for slot in self._slots.values():
+            if slot.follow_parameter():
+                self._publish(slot)
+
+    @torch.no_grad()
+    def _refresh(self, slots: Sequence[ParameterSlot]) -> None:
+        self._begin_upload()
+        for slot in slots:
+            for start in range(0, slot.master_weights.numel(), BLOCK_ELEMENTS):
+                self._compute_weights.write(slot, start, min(start + BLOCK_ELEMENTS, slot.master_weights.numel()))
+        self._finish_upload(slots)
+
+    def _begin_upload(self) -> None:
+        for device in {slot.parameter.device for slot in self._separate_slots()}:
+            if device.type == "cuda":
+                self._engines[device].begin_upload()
+
+    def _finish_upload(self, slots: Sequence[ParameterSlot]) -> None:
+        for engine in self._engines.values():
+            engine.finish_upload()
+        self._compute_weights.record([slot for slot in slots if not slot.is_in_place])
+
+    # Building
+
+    def _build_slots(self) -> None:
+        """Makes host state for parameters that require gradients and have none: new groups, unfrozen layers."""
+        new = [p for p in self._parameters() if p.requires_grad and p not in self._slots]
+        if not new:
+            return
+        names = self._names_of(new)
+        for parameter in new:
+            check_parameter(parameter, names[parameter])
+        _claim(names, self)
+        given = self._given_masters if self._given_masters is not None else {}
+        built = self._host_state.build(names, given)
+        self._slots.update(built)
+        for slot in built.values():
+            self._publish(slot)
+            self._hook.attach(slot.parameter)
+        self._refresh([slot for slot in built.values() if not slot.is_in_place])
+
+    def _names_of(self, parameters: Iterable[Parameter]) -> dict[Parameter, str]:
+        names = {p: f"parameter {index} of shape {tuple(p.shape)}" for index, p in enumerate(self._parameters())}
+        for group in self.param_groups:
+            names.update(zip(group["params"], group.get("param_names", ()), strict=False))
+        names.update(self._names)
+        return {p: names[p] for p in parameters}
+
+    def _publish(self, slot: ParameterSlot) -> None:
+        self.state[slot.parameter] = {
+            "step": slot.step,
+            "exp_avg": slot.exp_avg,
+            "exp_avg_sq": slot.exp_avg_sq,
+            "master_weights": slot.master_weights,
+        }
+
+    def _parameters(self) -> list[Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _separate_slots(self) -> list[ParameterSlot]:
+        return [slot for slot in self._slots.values() if not slot.is_in_place]
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's format, with `master_weights` beside the moments where the parameter is not its own master.
+
+        The tensors are views of the live slabs: save or copy them before the next step.
+        """
+        state_dict = super().state_dict()
+        for index, parameter in enumerate(self._parameters()):
+            if parameter in self._slots and self._slots[parameter].is_in_place:
+                entry = state_dict["state"][index]
+                state_dict["state"][index] = {k: v for k, v in entry.items() if k != "master_weights"}
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies a state into the slabs, keeping their dtype, device and page-locking.
+
+        torch's loader would cast the fp32 host state to each parameter's dtype and device. A state of
+        `torch.optim.AdamW` is accepted as well: it has no masters, so the present weights stay the masters.
+
+        Raises:
+            SettingsError: shapes or flags that do not fit this optimizer; nothing has been changed then.
+        """
+        loaded = state_dict["state"]
+        check_loadable(state_dict, [self._slots.get(p) for p in self._parameters()])
+        state = self.state
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.state = state
+        self._build_slots()
+        self.adopt_external_writes()
+        for index, parameter in enumerate(self._parameters()):
+            if parameter in self._slots:
+                load_slot(self._slots[parameter], loaded.get(index))
+        self._refresh(self._separate_slots())
+        self._forget_gradients()
+
+
+def _check_arguments(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, implementation: str
+) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise SettingsError(
+            f"implementation={implementation!r} is not known. HostAdamW runs one of torch's own AdamW kinds. "
+            f"Set implementation to one of {', '.join(IMPLEMENTATIONS)}."
+        )
+    for name, value, is_valid in (
+        ("lr", lr, lr >= 0),
+        ("betas", betas, all(0 <= beta < 1 for beta in betas)),
+        ("eps", eps, eps >= 0),
+        ("weight_decay", weight_decay, weight_decay >= 0),
+    ):
+        if not is_valid:
+            raise SettingsError(
+                f"{name}={value} is out of range. AdamW needs lr, eps and weight_decay >= 0 and betas in [0, 1). "
+                f"Set {name} to such a value."
+            )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise SettingsError(
+            f"HostAdamW was built in a process group of {dist.get_world_size()} processes. Each would step its own "
+            "gradients and the weights would drift apart. Run one process, or set optimizer_placement='device'."
+        )
+
+
+def _claim(names: Mapping[Parameter, str], owner: HostAdamW) -> None:
+    """Makes `owner` the one HostAdamW of these parameters: two would overwrite each other's weights."""
+
+    def taken() -> list[str]:
+        return [
+            name
+            for p, name in names.items()
+            if (other := _owners.get(id(p))) and other is not owner and p in other._slots
+        ]
+
+    if taken():
+        gc.collect()  # a trainer that went out of scope lives on in reference cycles
+    if first := taken()[:1]:
+        raise SettingsError(
+            f"{first[0]} is stepped by another HostAdamW that is still alive. Two sets of fp32 masters for the same "
+            "weights would overwrite each other's updates. Delete the first trainer or optimizer (`del trainer`) "
+            "before you build the next one on the same model."
+        )
+    _owners.update({id(p): owner for p in names})

@@ -1,0 +1,151 @@
+"""Decides where the optimizer lives: plain facts in, a value and its reason out.
+
+`auto` never refuses: what host placement cannot serve is trained as stock TRL does, and the reason is printed. An
+explicit `host` that cannot be served is an error at construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trl_budget.errors import SettingsError
+
+IMPLEMENTATION_OF_OPTIM = {"adamw_torch_fused": "fused", "adamw_torch": "foreach"}
+
+
+@dataclass(frozen=True)
+class PlacementFacts:
+    """What the decision depends on.
+
+    Attributes:
+        optim: the training arguments' `optim`.
+        device_type: "cpu", "cuda", ...
+        world_size: number of processes.
+        parallelism: "FSDP", "DeepSpeed" or "tensor, context or sequence parallelism" if the run was launched with it.
+        is_adapter: whether only adapters are trained (PEFT).
+        bf16: the training arguments' `bf16`.
+        fp16: the training arguments' `fp16`.
+        full_eval: "bf16_full_eval" or "fp16_full_eval" if either is on.
+        has_bf16_units: False on CUDA cards older than Ampere, which emulate bf16.
+        is_split_over_devices: whether a device map spreads the model.
+        user_optimizer: class name of an optimizer that the user passed, if any.
+        is_user_optimizer_on_host: whether that optimizer is a `HostAdamW`.
+    """
+
+    optim: str
+    device_type: str
+    world_size: int = 1
+    parallelism: str | None = None
+    is_adapter: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    full_eval: str | None = None
+    has_bf16_units: bool = True
+    is_split_over_devices: bool = False
+    user_optimizer: str | None = None
+    is_user_optimizer_on_host: bool = False
+
+    @property
+    def casts_policy(self) -> bool:
+        """Whether host placement makes the policy bf16: on CUDA, in full, with an optimizer of our own making."""
+        return self.device_type == "cuda" and self.bf16 and not self.is_adapter and self.user_optimizer is None
+
+
+@dataclass(frozen=True)
+class ResolvedSetting:
+    """One row of the table that is printed at construction."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    applies: Callable[[PlacementFacts], bool]
+    reason: str  # formatted with the facts
+    remedy: str
+
+
+_OBSTACLES = (
+    _Obstacle(
+        lambda f: f.parallelism is not None,
+        "the run was launched with {parallelism}, which shards or wraps the weights itself",
+        "launch one plain process (`python script.py`)",
+    ),
+    _Obstacle(
+        lambda f: f.world_size > 1,
+        "{world_size} processes were launched and the host step serves one",
+        "launch one process",
+    ),
+    _Obstacle(
+        lambda f: f.user_optimizer is not None and not f.is_user_optimizer_on_host,
+        "optimizers= holds a {user_optimizer}, which steps parameters where they are",
+        "pass a HostAdamW, or leave optimizers out",
+    ),
+    _Obstacle(
+        lambda f: f.user_optimizer is None and f.optim not in IMPLEMENTATION_OF_OPTIM,
+        "optim='{optim}' has no host-side implementation",
+        f"set optim to one of {', '.join(IMPLEMENTATION_OF_OPTIM)}",
+    ),
+    _Obstacle(
+        lambda f: f.fp16, "fp16=True scales gradients in `parameter.grad`, which has left the device", "set bf16=True"
+    ),
+    _Obstacle(
+        lambda f: f.full_eval is not None,
+        "{full_eval}=True casts the model away from the weights the masters belong to",
+        "set {full_eval}=False; the policy is evaluated in its compute dtype anyway",
+    ),
+    _Obstacle(
+        lambda f: f.device_type not in ("cpu", "cuda"),
+        "copies to and from the host are written for CUDA, not for {device_type}",
+        "train on CUDA or the CPU",
+    ),
+    _Obstacle(
+        lambda f: f.device_type == "cuda" and f.bf16 and not f.has_bf16_units,
+        "this card has no bf16 units (compute capability below 8.0) and bf16=True",
+        "set bf16=False: the policy then computes in fp32, its moments and their step still live on the host",
+    ),
+    _Obstacle(
+        lambda f: f.is_split_over_devices,
+        "the model's device map spreads it over several devices",
+        "load the model with device_map=None",
+    ),
+)
+
+
+def resolve_optimizer_placement(requested: str, facts: PlacementFacts) -> ResolvedSetting:
+    """Turns the `optimizer_placement` field into "host" or "device".
+
+    Raises:
+        SettingsError: "host" was asked for and cannot be served.
+    """
+    name = "optimizer_placement"
+    if requested == "device":
+        return ResolvedSetting(name, "device", "set by you: stock TRL's optimizer")
+    obstacles = [obstacle for obstacle in _OBSTACLES if obstacle.applies(facts)]
+    reasons = "; ".join(obstacle.reason.format_map(vars(facts)) for obstacle in obstacles)
+    if obstacles and requested == "host":
+        remedies = "; ".join(obstacle.remedy.format_map(vars(facts)) for obstacle in obstacles)
+        raise SettingsError(
+            f"optimizer_placement='host' was asked for, but {reasons}. The host step would train something else than "
+            f"stock TRL, or not run at all. Either {remedies}; or set optimizer_placement='device'."
+        )
+    if obstacles:
+        return ResolvedSetting(name, "device", reasons)
+    if facts.is_user_optimizer_on_host:
+        return ResolvedSetting(name, "host", "optimizers= holds a HostAdamW")
+    if facts.is_adapter and requested == "auto":
+        return ResolvedSetting(name, "device", "adapters are small: their state fits beside the frozen model")
+    if requested == "host":
+        return ResolvedSetting(name, "host", "set by you")
+    return ResolvedSetting(name, "host", f"full-parameter training, one process, optim='{facts.optim}'")
+
+
+def format_table(settings: list[ResolvedSetting], title: str) -> str:
+    """The table as text: one row per setting, with its reason."""
+    name_width = max(len(setting.name) for setting in settings)
+    value_width = max(len(setting.value) for setting in settings)
+    rows = [f"  {s.name:<{name_width}}  {s.value:<{value_width}}  {s.reason}" for s in settings]
+    return "\n".join([title, *rows])

@@ -1,0 +1,119 @@
+"""Copies between host and device that overlap with host arithmetic.
+
+The only module that issues `non_blocking` copies. Both directions go through a small ring of page-locked staging
+buffers on a stream of their own; a buffer is touched by the host only after the event behind its last copy.
+Bit-exact: bytes are moved, casts are torch's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trl_budget.pinned import HostSlab
+
+DOWNLOAD_CHUNK_BYTES = 64 * 2**20
+UPLOAD_CHUNK_BYTES = 8 * 2**20
+DOWNLOAD_BUFFERS = 3
+UPLOAD_BUFFERS = 6
+
+
+@dataclass
+class _Buffer:
+    slab: HostSlab
+    event: torch.cuda.Event
+
+    def view(self, dtype: torch.dtype, num_elements: int) -> Tensor:
+        return self.slab.view(dtype)[:num_elements]
+
+
+class CopyEngine:
+    """Staged, asynchronous copies for one CUDA device.
+
+    Args:
+        device: the CUDA device.
+        pin: page-lock the staging buffers. False measures what pageable memory costs; copies then block the host.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool = True) -> None:
+        self.device = device
+        self.download_stream = torch.cuda.Stream(device)
+        self.upload_stream = torch.cuda.Stream(device)
+        self._download_ring = _ring(DOWNLOAD_BUFFERS, DOWNLOAD_CHUNK_BYTES, "gradient staging", pin)
+        self._upload_ring = _ring(UPLOAD_BUFFERS, UPLOAD_CHUNK_BYTES, "weight staging", pin)
+
+    def download(self, pieces: Iterable[tuple[Tensor, Callable[[Tensor], None]]]) -> None:
+        """Copies flat device tensors to staging and hands each to its consumer, while the next ones are under way.
+
+        Args:
+            pieces: `(source, consume)`. `source` is a flat device tensor of at most `DOWNLOAD_CHUNK_BYTES`, ready on
+                the current stream; `consume` gets its copy, valid until it returns.
+
+        When this returns every source has been read, so its memory may be freed without `record_stream`.
+        """
+        self.download_stream.wait_stream(torch.cuda.current_stream(self.device))
+        in_flight: deque[tuple[_Buffer, Tensor, Callable[[Tensor], None]]] = deque()
+        for source, consume in pieces:
+            if len(in_flight) == len(self._download_ring):
+                _consume(in_flight)
+            buffer = self._download_ring[0]
+            self._download_ring.rotate(-1)
+            staged = buffer.view(source.dtype, source.numel())
+            with torch.cuda.stream(self.download_stream):
+                staged.copy_(source, non_blocking=True)
+                buffer.event.record(self.download_stream)
+            in_flight.append((buffer, staged, consume))
+        while in_flight:
+            _consume(in_flight)
+
+    def begin_upload(self) -> None:
+        """Orders the uploads that follow behind all work queued so far, which may still read the old values."""
+        self.upload_stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        """Casts flat host `source` to `target.dtype` in staging, then copies it to the flat device `target`.
+
+        The host waits only when the ring is full. `source` may be overwritten as soon as this returns.
+        """
+        buffer = self._upload_ring[0]
+        self._upload_ring.rotate(-1)
+        buffer.event.synchronize()
+        staged = buffer.view(target.dtype, target.numel())
+        staged.copy_(source)
+        with torch.cuda.stream(self.upload_stream):
+            target.copy_(staged, non_blocking=True)
+            buffer.event.record(self.upload_stream)
+
+    def finish_upload(self) -> None:
+        """Blocks until every upload has landed; afterwards any stream reads the new values."""
+        self.upload_stream.synchronize()
+
+
+class CopyEngines(dict[torch.device, CopyEngine]):
+    """One `CopyEngine` per CUDA device, made when a device is first used.
+
+    Args:
+        pin: page-lock the staging buffers.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        super().__init__()
+        self._pin = pin
+
+    def __missing__(self, device: torch.device) -> CopyEngine:
+        self[device] = engine = CopyEngine(device, pin=self._pin)
+        return engine
+
+
+def _ring(count: int, nbytes: int, purpose: str, pin: bool) -> deque[_Buffer]:
+    return deque(_Buffer(HostSlab(nbytes, pin=pin, purpose=purpose), torch.cuda.Event()) for _ in range(count))
+
+
+def _consume(in_flight: deque[tuple[_Buffer, Tensor, Callable[[Tensor], None]]]) -> None:
+    buffer, staged, consume = in_flight.popleft()
+    buffer.event.synchronize()
+    consume(staged)

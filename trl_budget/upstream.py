@@ -1,0 +1,146 @@
+"""The seams in TRL, transformers, Accelerate and torch that this library overrides or calls, checked at construction.
+
+Nothing is patched. When a signature has moved, training could silently run without a lever, so the error names the
+versions that were tested. `getattr` on upstream objects lives here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.utils.serialization.config as serialization_config
+from accelerate import Accelerator
+from torch import nn
+from transformers import PretrainedConfig, Trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_budget.errors import SettingsError, UpstreamMovedError
+from trl_budget.placement import PlacementFacts
+
+TESTED_VERSIONS = {"trl": "1.16.0", "transformers": "5.17.0 and 5.24.0", "accelerate": "1.15.0"}
+
+SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (GRPOTrainer, "__init__", ("model", "args", "optimizers", "peft_config", "quantization_config")),
+    (Trainer, "_move_model_to_device", ("model", "device")),
+    (Trainer, "create_optimizer", ("model",)),
+    (Trainer, "_prepare_for_training", ("max_steps", "train_dataloader", "resume_from_checkpoint")),
+    (Trainer, "_clip_grad_norm", ("model",)),
+    (Trainer, "_get_grad_norm", ("model", "grad_norm")),
+    (Trainer, "_load_from_checkpoint", ("resume_from_checkpoint", "model")),
+    (Trainer, "_load_best_model", ()),
+    (Trainer, "_save_optimizer_and_scheduler", ("output_dir",)),
+    (Trainer, "_load_optimizer_and_scheduler", ("checkpoint",)),
+    (Accelerator, "prepare_optimizer", ("optimizer", "device_placement")),
+)
+_TORCH_SEAMS = (
+    (torch._C, "_current_graph_task_id"),
+    (torch.autograd.Variable, "_execution_engine"),
+    (serialization_config, "patch"),
+)
+
+
+@functools.cache
+def check_seams() -> None:
+    """Checks every seam, once per process.
+
+    Raises:
+        UpstreamMovedError: a method is missing or has lost one of the parameters that are used.
+    """
+    moved = [message for owner, method, needed in SEAMS if (message := _moved(owner, method, needed))]
+    moved += [f"torch has no {name}" for owner, name in _TORCH_SEAMS if not hasattr(owner, name)]
+    if "optimizer_cls_and_kwargs" not in inspect.signature(Trainer.__init__).parameters:
+        moved.append("Trainer.__init__ takes no optimizer_cls_and_kwargs")
+    if moved:
+        installed = ", ".join(f"{name} {version(name)}" for name in TESTED_VERSIONS)
+        tested = ", ".join(f"{name} {tested}" for name, tested in TESTED_VERSIONS.items())
+        raise UpstreamMovedError(
+            f"{'; '.join(moved)} (installed: {installed}). This library overrides these methods and would train "
+            f"something else without them. Install the tested versions: {tested}."
+        )
+
+
+def _moved(owner: type, method: str, needed: tuple[str, ...]) -> str | None:
+    function = getattr(owner, method, None)
+    if function is None:
+        return f"{owner.__name__}.{method} does not exist"
+    missing = [name for name in needed if name not in inspect.signature(function).parameters]
+    return f"{owner.__name__}.{method} takes no {', '.join(missing)}" if missing else None
+
+
+def check_model(model: Any, *, is_adapter: bool, quantization_config: Any) -> None:
+    """Refuses models that no placement can train in full.
+
+    Raises:
+        SettingsError: weights on the meta device, or quantized weights without an adapter.
+    """
+    if not isinstance(model, str | nn.Module):
+        raise SettingsError(
+            f"model is a {type(model).__name__}. The policy is loaded from a name or given as a module. "
+            "Pass a hub id, a folder, or a PreTrainedModel."
+        )
+    if isinstance(model, nn.Module):
+        on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if on_meta:
+            raise SettingsError(
+                f"{len(on_meta)} parameters are on the meta device, the first is {on_meta[0]}. They have no values to "
+                "train. Load the model with real weights (`from_pretrained(..., device_map=None)`)."
+            )
+    if (quantization_config is not None or getattr(model, "is_quantized", False)) and not is_adapter:
+        raise SettingsError(
+            "The policy's weights are quantized and no adapter was given. They have no gradients to step. "
+            "Pass peft_config=LoraConfig(...), or load the model without a quantization_config."
+        )
+
+
+def placement_facts(
+    args: GRPOConfig, model: Any, optimizer: torch.optim.Optimizer | None, *, is_adapter: bool, is_on_host: bool
+) -> PlacementFacts:
+    """Collects what `placement.py` decides from."""
+    device = args.device
+    device_map = getattr(model, "hf_device_map", None) or {}
+    full_eval = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)]
+    return PlacementFacts(
+        optim=getattr(args.optim, "value", args.optim),
+        device_type=device.type,
+        world_size=args.world_size,
+        parallelism=_parallelism(args, model),
+        is_adapter=is_adapter,
+        bf16=bool(args.bf16),
+        fp16=bool(args.fp16),
+        full_eval=full_eval[0] if full_eval else None,
+        has_bf16_units=device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0),
+        is_split_over_devices=len(set(device_map.values())) > 1,
+        user_optimizer=type(optimizer).__name__ if optimizer is not None else None,
+        is_user_optimizer_on_host=is_on_host,
+    )
+
+
+def _parallelism(args: GRPOConfig, model: Any) -> str | None:
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return "FSDP"
+    if args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        return "DeepSpeed"
+    is_sharded = getattr(model, "is_distributed_loading_by_transformers", False) or getattr(model, "tp_size", None)
+    if is_sharded or getattr(args, "parallelism_config", None) is not None:
+        return "tensor, context or sequence parallelism"
+    return None
+
+
+def is_adapter_model(model: Any, peft_config: Any) -> bool:
+    """Whether only adapters will be trained."""
+    return peft_config is not None or hasattr(model, "peft_config")
+
+
+def kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
+    """Name parts of parameters that transformers itself keeps in fp32 when it loads the model as bf16."""
+    return tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+
+def model_id(config: PretrainedConfig) -> str:
+    """The name or folder a model was loaded from."""
+    return getattr(config, "_name_or_path", "")
