@@ -4,6 +4,7 @@ from trl_budget.config import BudgetGRPOConfig
 from trl_budget.errors import HostMemoryError, NonFiniteGradientError, SettingsError, UpstreamMovedError
 from trl_budget.host_adamw import HostAdamW
 from trl_budget.trainer import BudgetGRPOTrainer
+from trl_budget.version import __version__
 
 __all__ = [
     "BudgetGRPOConfig",
@@ -13,4 +14,5 @@ __all__ = [
     "NonFiniteGradientError",
     "SettingsError",
     "UpstreamMovedError",
+    "__version__",
 ]

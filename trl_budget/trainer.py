@@ -12,7 +12,6 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from trl_budget.placement import (
     format_table,
     resolve_optimizer_placement,
 )
+from trl_budget.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class BudgetGRPOTrainer(GRPOTrainer):
         return rows
 
     def _print_settings(self) -> None:
-        table = format_table(self.resolved_settings, f"trl-budget {version('trl-budget')}")
+        table = format_table(self.resolved_settings, f"trl-budget {__version__}")
         logger.info(table)
         self.accelerator.print(table)
 

@@ -1,0 +1,123 @@
+"""Where the optimizer lives: every obstacle, under `auto` (stock, with the reason) and under `host` (an error)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trl_budget.errors import SettingsError
+from trl_budget.placement import PlacementFacts, ResolvedSetting, format_table, resolve_optimizer_placement
+
+# facts that differ from a servable run, words of the reason, words of the remedy
+OBSTACLES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "FSDP": ({"parallelism": "FSDP"}, "launched with FSDP", "launch one plain process"),
+    "DeepSpeed": ({"parallelism": "DeepSpeed"}, "launched with DeepSpeed", "launch one plain process"),
+    "two processes": ({"world_size": 2}, "2 processes were launched", "launch one process"),
+    "user's SGD": ({"user_optimizer": "SGD"}, "optimizers= holds a SGD", "pass a HostAdamW, or leave optimizers out"),
+    "adafactor": ({"optim": "adafactor"}, "optim='adafactor'", "set optim to one of adamw_torch_fused, adamw_torch"),
+    "8 bit": ({"optim": "adamw_8bit"}, "optim='adamw_8bit'", "set optim to one of adamw_torch_fused, adamw_torch"),
+    "fp16": ({"fp16": True, "bf16": False}, "fp16=True", "set bf16=True"),
+    "bf16 eval": ({"full_eval": "bf16_full_eval"}, "bf16_full_eval=True", "set bf16_full_eval=False"),
+    "fp16 eval": ({"full_eval": "fp16_full_eval"}, "fp16_full_eval=True", "set fp16_full_eval=False"),
+    "xpu": ({"device_type": "xpu"}, "not for xpu", "train on CUDA or the CPU"),
+    "mps": ({"device_type": "mps"}, "not for mps", "train on CUDA or the CPU"),
+    "old card": ({"has_bf16_units": False}, "no bf16 units", "set bf16=False"),
+    "device map": ({"is_split_over_devices": True}, "spreads it over several devices", "device_map=None"),
+}
+every_obstacle = pytest.mark.parametrize(("facts", "reason", "remedy"), OBSTACLES.values(), ids=OBSTACLES.keys())
+
+
+def facts_of(**differences: Any) -> PlacementFacts:
+    return PlacementFacts(**{"optim": "adamw_torch_fused", "device_type": "cuda", "bf16": True, **differences})
+
+
+@every_obstacle
+def test_auto_gives_way_with_the_reason(facts: dict[str, Any], reason: str, remedy: str) -> None:
+    setting = resolve_optimizer_placement("auto", facts_of(**facts))
+    assert (setting.name, setting.value) == ("optimizer_placement", "device")
+    assert reason in setting.reason
+
+
+@every_obstacle
+def test_host_is_refused_with_the_reason_and_the_field_to_set(facts: dict[str, Any], reason: str, remedy: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        resolve_optimizer_placement("host", facts_of(**facts))
+    message = str(error.value)
+    assert message.startswith("optimizer_placement='host' was asked for, but ")
+    assert reason in message and remedy in message
+    assert message.endswith("or set optimizer_placement='device'.")
+    assert "{" not in message
+
+
+@every_obstacle
+def test_device_is_always_served(facts: dict[str, Any], reason: str, remedy: str) -> None:
+    assert resolve_optimizer_placement("device", facts_of(**facts)).value == "device"
+
+
+@pytest.mark.parametrize("requested", ["auto", "host"])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        pytest.param({}, id="bf16 on CUDA"),
+        pytest.param({"bf16": False}, id="fp32 on CUDA"),
+        pytest.param({"bf16": False, "has_bf16_units": False}, id="fp32 on an old card"),
+        pytest.param({"device_type": "cpu"}, id="bf16 on the CPU"),
+        pytest.param({"device_type": "cpu", "bf16": False}, id="fp32 on the CPU"),
+        pytest.param({"device_type": "cpu", "has_bf16_units": False}, id="no card"),
+        pytest.param({"optim": "adamw_torch"}, id="adamw_torch"),
+        pytest.param({"user_optimizer": "HostAdamW", "is_user_optimizer_on_host": True}, id="the user's HostAdamW"),
+        pytest.param(
+            {"user_optimizer": "HostAdamW", "is_user_optimizer_on_host": True, "optim": "sgd"},
+            id="the user's HostAdamW whatever optim says",
+        ),
+    ],
+)
+def test_what_can_be_served_goes_to_the_host(requested: str, facts: dict[str, Any]) -> None:
+    assert resolve_optimizer_placement(requested, facts_of(**facts)).value == "host"
+
+
+@pytest.mark.parametrize(
+    ("requested", "facts", "expected"),
+    [
+        ("auto", {}, "device"),
+        ("host", {}, "host"),
+        ("device", {}, "device"),
+        ("auto", {"user_optimizer": "HostAdamW", "is_user_optimizer_on_host": True}, "host"),
+    ],
+    ids=["auto", "host", "device", "the user's HostAdamW"],
+)
+def test_adapters_go_to_the_host_only_when_asked(requested: str, facts: dict[str, Any], expected: str) -> None:
+    assert resolve_optimizer_placement(requested, facts_of(is_adapter=True, **facts)).value == expected
+
+
+def test_every_obstacle_is_named_when_there_are_several() -> None:
+    with pytest.raises(SettingsError) as error:
+        resolve_optimizer_placement("host", facts_of(world_size=4, fp16=True, is_split_over_devices=True))
+    for words in ("4 processes", "fp16=True", "device map", "launch one process", "bf16=True", "device_map=None"):
+        assert words in str(error.value)
+
+
+def test_the_choice_of_the_user_is_given_as_the_reason() -> None:
+    assert "set by you" in resolve_optimizer_placement("host", facts_of()).reason
+    assert "set by you" in resolve_optimizer_placement("device", facts_of()).reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, True),
+        ({"device_type": "cpu"}, False),
+        ({"bf16": False}, False),
+        ({"is_adapter": True}, False),
+        ({"user_optimizer": "HostAdamW"}, False),
+    ],
+    ids=["bf16 on CUDA", "CPU", "fp32", "adapters", "the user's optimizer"],
+)
+def test_the_policy_is_cast_only_for_full_bf16_training_on_cuda(facts: dict[str, Any], expected: bool) -> None:
+    assert facts_of(**facts).casts_policy is expected
+
+
+def test_the_table_aligns_names_values_and_reasons() -> None:
+    rows = [ResolvedSetting("a", "host", "because"), ResolvedSetting("longer", "x", "why")]
+    assert format_table(rows, "Settings") == "Settings\n  a       host  because\n  longer  x     why"

@@ -1,0 +1,3 @@
+"""The version, readable without an installation."""
+
+__version__ = "0.1.0"
