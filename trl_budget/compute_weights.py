@@ -28,6 +28,7 @@ class ComputeWeights:
         self._engines = engines
         self._versions: dict[ParameterSlot, int] = {}
         self._checksums: dict[ParameterSlot, Tensor] = {}
+        self._dtypes: dict[ParameterSlot, torch.dtype] = {}
 
     @torch.no_grad()
     def write(self, slot: ParameterSlot, start: int, stop: int) -> None:
@@ -44,6 +45,7 @@ class ComputeWeights:
         """Remembers the present values as the ones this library wrote. Uploads must have finished."""
         for slot in slots:
             self._versions[slot] = slot.parameter._version
+            self._dtypes[slot] = slot.parameter.dtype
             self._checksums[slot] = checksum(slot.parameter)
 
     def changed(self, slots: Sequence[ParameterSlot]) -> list[ParameterSlot]:
@@ -53,7 +55,8 @@ class ComputeWeights:
             by_device.setdefault(slot.parameter.device, []).append(slot)
         found: list[ParameterSlot] = []
         for group in by_device.values():
-            flags = torch.stack([checksum(slot.parameter) != self._checksums[slot] for slot in group]).tolist()
+            differ = [(checksum(slot.parameter) != self._checksums[slot]).any() for slot in group]
+            flags = torch.stack(differ).tolist()
             for slot, flag in zip(group, flags, strict=True):
                 if flag or slot.parameter._version != self._versions[slot]:
                     found.append(slot)
@@ -61,10 +64,13 @@ class ComputeWeights:
 
     @torch.no_grad()
     def adopt(self, slot: ParameterSlot) -> int:
-        """Takes over into the master every element that is not the master's cast. Returns how many."""
+        """Takes over into the master every element that is not the master's cast. Returns how many.
+
+        `model.float()` is no write: what it makes of the recorded cast is expected.
+        """
         parameter = slot.parameter.detach()
         written = parameter.to("cpu", torch.float32)
-        expected = slot.master_weights.to(parameter.dtype).float()
+        expected = slot.master_weights.to(self._dtypes[slot]).to(parameter.dtype).float()
         differs = written != expected
         slot.master_weights.copy_(torch.where(differs, written, slot.master_weights))
         return int(differs.sum())
@@ -72,8 +78,16 @@ class ComputeWeights:
 
 @torch.no_grad()
 def checksum(parameter: Tensor) -> Tensor:
-    """A 64-bit sum over the bit patterns, rows weighted by their index so that exchanged rows show. On the device."""
-    bits = parameter.detach().view(torch.int16 if parameter.element_size() == 2 else torch.int32)
-    rows = bits.reshape(bits.shape[0] if bits.dim() else 1, -1).sum(dim=1, dtype=torch.int64)
-    weights = torch.arange(1, rows.numel() + 1, device=rows.device)
-    return (rows * weights).sum()
+    """Three numbers over the values, on the parameter's device: `[3]`, int64. Reads the parameter three times.
+
+    Exclusive-or hashes of the rows and of the columns, each weighted by its index so that exchanged rows, columns and
+    elements show, and a sum, since flipping every sign cancels in an exclusive-or.
+    """
+    values = parameter.detach()
+    if values.numel() == 0:
+        return torch.zeros(3, dtype=torch.int64, device=values.device)
+    table = values.reshape(values.shape[0] if values.dim() > 1 else 1, -1)
+    hashes = [torch.hash_tensor(table, dim).view(torch.int64) for dim in (0, 1)]
+    weighted = [(h * torch.arange(1, h.numel() + 1, device=h.device)).sum() for h in hashes]
+    total = table.sum(dtype=torch.float32).view(torch.int32).to(torch.int64)
+    return torch.stack([*weighted, total])

@@ -41,11 +41,6 @@ class GradientAccumulator:
             gradient = slot.parameter.grad
             if slot.is_in_place or gradient is None:
                 continue
-            if gradient.is_sparse:
-                raise SettingsError(
-                    f"{slot.name} has a sparse gradient. AdamW needs dense gradients, as torch's does. "
-                    "Build the embedding with sparse=False."
-                )
             by_device.setdefault(gradient.device, []).append(slot)
         for device, pending in by_device.items():
             pieces = self._pieces(pending)
@@ -89,6 +84,19 @@ def _copier(target: Tensor) -> Callable[[Tensor], None]:
         target.copy_(staged)
 
     return copy
+
+
+def check_gradient(slot: ParameterSlot) -> None:
+    """Refuses sparse gradients.
+
+    Raises:
+        SettingsError: `parameter.grad` is sparse.
+    """
+    if slot.parameter.grad is not None and slot.parameter.grad.is_sparse:
+        raise SettingsError(
+            f"{slot.name} has a sparse gradient. AdamW needs dense gradients, as torch's does. "
+            "Build the embedding with sparse=False."
+        )
 
 
 class BackwardEndHook:

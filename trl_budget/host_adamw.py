@@ -13,27 +13,25 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from trl_budget.compute_weights import ComputeWeights
 from trl_budget.errors import NonFiniteGradientError, SettingsError
-from trl_budget.grad_offload import BackwardEndHook, GradientAccumulator
-from trl_budget.optimizer_state import UNSERVED_FLAGS, check_loadable, load_slot
+from trl_budget.grad_offload import BackwardEndHook, GradientAccumulator, check_gradient
+from trl_budget.gradient_norm import total_norm
+from trl_budget.optimizer_state import UNSERVED_FLAGS, check_arguments, check_group, check_loadable, load_slot
 from trl_budget.parameter_slots import HostState, ParameterSlot, check_parameter
 from trl_budget.pinned import ParameterSlabs
 from trl_budget.streams import CopyEngines
 
 logger = logging.getLogger(__name__)
 
-IMPLEMENTATIONS = ("fused", "foreach", "loop")
-BLOCK_ELEMENTS = 2**21  # a multiple of 16; four fp32 operands of a block are 32 MiB, which stays in a server's cache
+BLOCK_ELEMENTS = 2**22  # a multiple of 16; shorter blocks pay more for calls than they win by staying in cache
 MAX_CONSECUTIVE_SKIPPED_STEPS = 10
 
 _owners: weakref.WeakValueDictionary[int, HostAdamW] = weakref.WeakValueDictionary()
@@ -83,7 +81,7 @@ class HostAdamW(torch.optim.Optimizer):
         parameter_names: Mapping[Parameter, str] | None = None,
         pin_memory: bool = True,
     ) -> None:
-        _check_arguments(lr, betas, eps, weight_decay, implementation)
+        check_arguments(implementation)
         self.implementation = implementation
         self.num_consecutive_skipped_steps = 0
         self._given_masters = master_weights
@@ -94,59 +92,84 @@ class HostAdamW(torch.optim.Optimizer):
         self._accumulator = GradientAccumulator(self._engines)
         self._compute_weights = ComputeWeights(self._engines)
         self._hook = BackwardEndHook(weakref.WeakMethod(self._on_backward_end))
+        weakref.finalize(self, self._hook.detach).atexit = False
+        self._scratch = torch.empty(0)
         self._gradient_norm: Tensor | None = None
-        self._clip_coefficient: Tensor | None = None
         self._is_built = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._is_built = True
         self._build_slots()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, with host state of its own."""
+        """Adds a parameter group, with host state of its own.
+
+        Raises:
+            SettingsError: a hyperparameter or parameter that cannot be served; the group has not been added then.
+        """
         super().add_param_group(param_group)
-        if self._is_built:
-            self._build_slots()
+        try:
+            check_group(self.param_groups[-1])
+            if self._is_built:
+                self._build_slots()
+        except Exception:
+            self.param_groups.pop()
+            raise
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory held by masters, moments and accumulators; parameters stepped in place not counted."""
+        """Bytes of host memory allocated for masters, moments and accumulators."""
         return self._host_state.nbytes + (self._given_masters.nbytes if self._given_masters is not None else 0)
 
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the running step, on the device and in the accumulators."""
+        """Drops the gradients of the running step, or sets them to zero, on the device and in the accumulators."""
         super().zero_grad(set_to_none)
-        self._forget_gradients()
+        if set_to_none:
+            self._forget_gradients()
+            return
+        for slot in self._slots.values():
+            if slot.accumulator is not None:
+                slot.accumulator.zero_()
+                slot.clip_coefficient = None
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The fp32 host gradient summed so far, clipping included, or None. Valid until the next backward or step."""
         self._drain_gradients()
-        self._scale_accumulators()
+        self._slots[parameter].scale_accumulator()
         return self._slots[parameter].gradient
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
-        """Clips the global gradient norm as `torch.nn.utils.clip_grad_norm_` does and returns the norm before.
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | Tensor | None = None) -> Tensor:
+        """Clips a gradient norm as `torch.nn.utils.clip_grad_norm_` does and returns the norm before.
+
+        A norm that is infinite or NaN scales nothing: the step that follows is skipped.
 
         Args:
             max_norm: upper bound of the norm; `inf` only measures.
-            parameters: the order in which per-parameter norms are summed, which decides the last bit; the order of the
-                groups when None. Pass `model.parameters()` to get stock's bits. Must hold every stepped parameter.
+            parameters: whose gradients are measured and scaled, all when None. Their order is the order in which the
+                norms of the parameters are summed, which decides the last bit: stock's is `model.parameters()`.
 
         Returns:
             fp32 scalar on the host: the norm before clipping.
         """
         self._drain_gradients()
-        self._scale_accumulators()
-        self._gradient_norm = norm = self._measure_norm(self._parameters() if parameters is None else parameters)
+        chosen = self._parameters() if parameters is None else parameters
+        chosen = [chosen] if isinstance(chosen, Tensor) else chosen
+        slots = [slot for p in chosen if (slot := self._slots.get(cast(Parameter, p))) and slot.gradient is not None]
+        for slot in slots:
+            slot.scale_accumulator()
+        norm = total_norm([cast(Tensor, slot.gradient) for slot in slots])
+        if len(slots) == sum(slot.gradient is not None for slot in self._slots.values()):
+            self._gradient_norm = norm
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if bool(coefficient == 1.0):  # a factor of 1 changes no bit
+        if not math.isfinite(norm.item()) or coefficient.item() == 1.0:  # a factor of 1 changes no bit
             return norm
-        for slot in self._slots.values():
-            if slot.is_in_place and slot.gradient is not None:
-                slot.gradient.mul_(coefficient)
-        self._clip_coefficient = coefficient  # accumulators are scaled block by block in `step`, while in cache
+        for slot in slots:
+            if slot.is_in_place:
+                cast(Tensor, slot.gradient).mul_(coefficient)
+            else:
+                slot.clip_coefficient = coefficient  # applied block by block in `step`, while in cache
         return norm
 
     def _on_backward_end(self) -> None:
@@ -154,28 +177,29 @@ class HostAdamW(torch.optim.Optimizer):
         self._drain_gradients()
 
     def _drain_gradients(self) -> None:
-        pending = [s for s in self._slots.values() if not s.is_in_place and s.parameter.grad is not None]
-        if pending:
-            self._scale_accumulators()
+        self._build_slots()
+        pending = [slot for slot in self._slots.values() if slot.parameter.grad is not None]
+        for slot in pending:
+            check_gradient(slot)
+        separate = [slot for slot in pending if not slot.is_in_place]
+        if separate:
             self._gradient_norm = None
-            self._accumulator.drain(pending)
+            for slot in separate:
+                slot.scale_accumulator()
+            self._accumulator.drain(separate)
 
-    def _scale_accumulators(self) -> None:
-        if self._clip_coefficient is not None:
-            for slot in self._slots.values():
-                if not slot.is_in_place and slot.gradient is not None:
-                    slot.gradient.mul_(self._clip_coefficient)
-            self._clip_coefficient = None
-
-    def _measure_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        slots = [slot for p in parameters if (slot := self._slots.get(p)) is not None]  # type: ignore[call-overload]
-        return get_total_norm([slot.gradient for slot in slots if slot.gradient is not None])
+    def _measure_norm(self) -> Tensor:
+        """The norm over everything `step` will use. Measured again where user code can reach the gradients."""
+        gradients = [slot.gradient for slot in self._slots.values() if slot.gradient is not None]
+        is_reachable = any(slot.is_in_place for slot in self._slots.values())
+        if self._gradient_norm is None or is_reachable:
+            return total_norm(gradients)
+        return self._gradient_norm
 
     def _forget_gradients(self) -> None:
         for slot in self._slots.values():
-            slot.accumulator_is_filled = False
+            slot.forget_gradient()
         self._gradient_norm = None
-        self._clip_coefficient = None
 
     # Stepping
 
@@ -190,15 +214,12 @@ class HostAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._build_slots()
         self._drain_gradients()
-        if self._gradient_norm is None:
-            self._gradient_norm = self._measure_norm(self._parameters())
-        if not math.isfinite(self._gradient_norm.item()):
-            self._skip_step(self._gradient_norm.item())
+        norm = self._measure_norm().item()
+        if not math.isfinite(norm):
+            self._skip_step(norm)
             return loss
         self.num_consecutive_skipped_steps = 0
-        self.follow_parameters()
         self.adopt_external_writes()
         self._begin_upload()
         stepped = [slot for group in self.param_groups for slot in self._step_group(group)]
@@ -221,17 +242,24 @@ class HostAdamW(torch.optim.Optimizer):
         return slots
 
     def _step_slot(self, slot: ParameterSlot, settings: dict[str, Any]) -> None:
-        operands = (slot.master_weights, slot.gradient, slot.exp_avg, slot.exp_avg_sq)
-        flat = [tensor.view(-1) for tensor in operands if tensor is not None]
-        for start in range(0, flat[0].numel(), BLOCK_ELEMENTS):
-            master, gradient, exp_avg, exp_avg_sq = (tensor[start : start + BLOCK_ELEMENTS] for tensor in flat)
-            if not slot.is_in_place and self._clip_coefficient is not None:
-                gradient.mul_(self._clip_coefficient)
+        gradient_of_parameter = cast(Tensor, slot.gradient).reshape(-1)
+        state = [tensor.view(-1) for tensor in (slot.master_weights, slot.exp_avg, slot.exp_avg_sq)]
+        for start in range(0, gradient_of_parameter.numel(), BLOCK_ELEMENTS):
+            master, exp_avg, exp_avg_sq = (tensor[start : start + BLOCK_ELEMENTS] for tensor in state)
+            gradient = self._clipped(slot, gradient_of_parameter[start : start + BLOCK_ELEMENTS])
             # A copy of the step, which torch's function advances once for each call, hence for each block.
             adamw([master], [gradient], [exp_avg], [exp_avg_sq], [], [slot.step.clone()], **settings)
             if not slot.is_in_place:
                 self._compute_weights.write(slot, start, start + master.numel())
         slot.step += 1
+
+    def _clipped(self, slot: ParameterSlot, block: Tensor) -> Tensor:
+        """The block times the pending coefficient, in a buffer: the accumulator is not written again."""
+        if slot.clip_coefficient is None:
+            return block
+        if self._scratch.numel() == 0:
+            self._scratch = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
+        return torch.mul(block, slot.clip_coefficient, out=self._scratch[: block.numel()])
 
     def _skip_step(self, norm: float) -> None:
         self.num_consecutive_skipped_steps += 1
@@ -257,22 +285,30 @@ class HostAdamW(torch.optim.Optimizer):
     # Compute weights
 
     @torch.no_grad()
-    def adopt_external_writes(self) -> list[str]:
+    def adopt_external_writes(self, *, is_expected: bool = False) -> list[str]:
         """Takes over into the masters what others have written to the parameters since the last refresh.
 
-        Called by `step()` and before a state is loaded. Returns the names of the parameters adopted.
+        Called by `step()` and before a state is loaded.
+
+        Args:
+            is_expected: log the adoption as information instead of as a warning.
+
+        Returns:
+            The names of the parameters that were adopted.
         """
+        self.follow_parameters()
         changed = self._compute_weights.changed(self._separate_slots())
         adopted = [slot.name for slot in changed if self._compute_weights.adopt(slot)]
         if adopted:
-            logger.warning(
+            logger.log(
+                logging.INFO if is_expected else logging.WARNING,
                 "%d parameters were written since the last optimizer step; their new values are now the master "
                 "weights: %s%s",
                 len(adopted),
                 ", ".join(adopted[:3]),
                 ", ..." if len(adopted) > 3 else "",
             )
-        self._compute_weights.record(changed)
+        self._refresh(changed)  # an element may have been widened by `model.float()`
         return adopted
 
     def follow_parameters(self) -> None:
@@ -368,43 +404,17 @@ class HostAdamW(torch.optim.Optimizer):
             SettingsError: shapes or flags that do not fit this optimizer; nothing has been changed then.
         """
         loaded = state_dict["state"]
+        self._build_slots()
         check_loadable(state_dict, [self._slots.get(p) for p in self._parameters()])
         state = self.state
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state = state
-        self._build_slots()
-        self.adopt_external_writes()
+        self.adopt_external_writes(is_expected=True)
         for index, parameter in enumerate(self._parameters()):
             if parameter in self._slots:
                 load_slot(self._slots[parameter], loaded.get(index))
         self._refresh(self._separate_slots())
         self._forget_gradients()
-
-
-def _check_arguments(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, implementation: str
-) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        raise SettingsError(
-            f"implementation={implementation!r} is not known. HostAdamW runs one of torch's own AdamW kinds. "
-            f"Set implementation to one of {', '.join(IMPLEMENTATIONS)}."
-        )
-    for name, value, is_valid in (
-        ("lr", lr, lr >= 0),
-        ("betas", betas, all(0 <= beta < 1 for beta in betas)),
-        ("eps", eps, eps >= 0),
-        ("weight_decay", weight_decay, weight_decay >= 0),
-    ):
-        if not is_valid:
-            raise SettingsError(
-                f"{name}={value} is out of range. AdamW needs lr, eps and weight_decay >= 0 and betas in [0, 1). "
-                f"Set {name} to such a value."
-            )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise SettingsError(
-            f"HostAdamW was built in a process group of {dist.get_world_size()} processes. Each would step its own "
-            "gradients and the weights would drift apart. Run one process, or set optimizer_placement='device'."
-        )
 
 
 def _claim(names: Mapping[Parameter, str], owner: HostAdamW) -> None:

@@ -1,16 +1,62 @@
-"""Reading a saved AdamW state, torch's or ours, into host slabs that keep their dtype, device and page-locking."""
+"""What `HostAdamW` accepts: arguments, parameter groups, and a saved AdamW state, torch's or ours.
+
+States are copied into the existing host slabs, which keep their dtype, device and page-locking.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trl_budget.errors import SettingsError
 from trl_budget.parameter_slots import ParameterSlot
 
+IMPLEMENTATIONS = ("fused", "foreach", "loop")
 UNSERVED_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def check_arguments(implementation: str) -> None:
+    """Refuses an unknown implementation, and more than one process.
+
+    Raises:
+        SettingsError: either.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise SettingsError(
+            f"implementation={implementation!r} is not known. HostAdamW runs one of torch's own AdamW kinds. "
+            f"Set implementation to one of {', '.join(IMPLEMENTATIONS)}."
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise SettingsError(
+            f"HostAdamW was built in a process group of {dist.get_world_size()} processes. Each would step its own "
+            "gradients and the weights would drift apart. Run one process, or set optimizer_placement='device'."
+        )
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Refuses hyperparameters that are out of range and variants of AdamW that are not served.
+
+    Raises:
+        SettingsError: names the hyperparameter or the flag.
+    """
+    for name in ("lr", "eps", "weight_decay", "betas"):
+        values = group[name] if name == "betas" else (group[name],)
+        upper = 1.0 if name == "betas" else math.inf
+        if not all(isinstance(value, int | float) and 0 <= value < upper for value in values):
+            raise SettingsError(
+                f"{name}={group[name]} is out of range. AdamW needs numbers: lr, eps and weight_decay >= 0, betas in "
+                f"[0, 1). Set {name} to such a value."
+            )
+    for flag in UNSERVED_FLAGS:
+        if group.get(flag):
+            raise SettingsError(
+                f"A parameter group has {flag}={group[flag]}. HostAdamW does not step that variant. "
+                f"Remove {flag}, or set optimizer_placement='device'."
+            )
 
 
 def check_loadable(state_dict: dict[str, Any], slots: Sequence[ParameterSlot | None]) -> None:
@@ -31,6 +77,11 @@ def check_loadable(state_dict: dict[str, Any], slots: Sequence[ParameterSlot | N
                     "variant. Resume with optimizer_placement='device'."
                 )
     for index, entry in state_dict["state"].items():
+        if "step" not in entry:
+            raise SettingsError(
+                f"The saved optimizer state of parameter {index} holds no step, only {', '.join(entry)}. It is not "
+                "the state of an AdamW. Resume from a checkpoint of this model, or delete its optimizer.pt."
+            )
         slot = slots[index] if index < len(slots) else None
         for key in ("exp_avg", "exp_avg_sq", "master_weights"):
             value = entry.get(key)

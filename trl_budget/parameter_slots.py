@@ -32,6 +32,7 @@ class ParameterSlot:
         step: fp32 scalar, host, as torch keeps it.
         accumulator: fp32, host, the parameter's shape; None where the parameter is stepped in place.
         accumulator_is_filled: whether the accumulator holds a gradient of the running step.
+        clip_coefficient: factor that the accumulator is still to be multiplied with, fp32 scalar.
     """
 
     parameter: Parameter
@@ -42,6 +43,7 @@ class ParameterSlot:
     step: Tensor
     accumulator: Tensor | None
     accumulator_is_filled: bool = False
+    clip_coefficient: Tensor | None = None
 
     @property
     def is_in_place(self) -> bool:
@@ -55,12 +57,29 @@ class ParameterSlot:
             return self.parameter.grad
         return self.accumulator if self.accumulator_is_filled else None
 
+    def scale_accumulator(self) -> None:
+        """Multiplies the accumulator with the pending clip coefficient."""
+        if self.clip_coefficient is not None and self.accumulator is not None:
+            self.accumulator.mul_(self.clip_coefficient)
+            self.clip_coefficient = None
+
+    def forget_gradient(self) -> None:
+        """Marks the accumulator empty; `parameter.grad` is left alone."""
+        self.accumulator_is_filled = False
+        self.clip_coefficient = None
+
     def follow_parameter(self) -> bool:
         """Follows a parameter whose storage was replaced (`parameter.data = ...`). Returns whether it was.
 
         Raises:
-            SettingsError: a parameter that was its own master left the CPU or fp32 (`model.to(...)`).
+            SettingsError: the parameter changed its shape or layout, or was its own master and left the CPU or fp32.
         """
+        if self.parameter.shape != self.exp_avg.shape or not self.parameter.is_contiguous():
+            raise SettingsError(
+                f"{self.name} had shape {tuple(self.exp_avg.shape)} when HostAdamW was built and now has shape "
+                f"{tuple(self.parameter.shape)} and strides {self.parameter.stride()}. Its masters and moments no "
+                "longer fit. Reshape the model first, keep weights contiguous, then build HostAdamW."
+            )
         if not self.is_in_place or self.parameter.data_ptr() == self.master_weights.data_ptr():
             return False
         if not steps_in_place(self.parameter):
@@ -135,6 +154,13 @@ class HostState:
         """
         parameters = list(names)
         separate = [p for p in parameters if not steps_in_place(p)]
+        for parameter, given in given_masters.items():
+            if given.shape != parameter.shape or given.dtype != torch.float32 or given.device.type != "cpu":
+                raise SettingsError(
+                    f"The master weights given for a parameter of shape {tuple(parameter.shape)} are {given.dtype} of "
+                    f"shape {tuple(given.shape)} on {given.device}. Masters are fp32, on the CPU and of the "
+                    "parameter's shape. Pass `parameter.detach().float().cpu()` or leave master_weights out."
+                )
         masters = {p: p.detach() for p in parameters if steps_in_place(p)}
         masters.update({p: given_masters[p] for p in separate if p in given_masters})
         for parameter, view in self._allocate("master weights", [p for p in separate if p not in masters]):

@@ -7,6 +7,7 @@ could cost 32 GB and outlive the trainer. Nothing here falls back to pageable me
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import resource
@@ -59,7 +60,8 @@ class HostSlab:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(_refusal("could not be mapped", nbytes, purpose, str(error))) from error
-        mapping.madvise(mmap.MADV_HUGEPAGE)  # page-locking and walking 4 KiB pages one by one costs several times more
+        with contextlib.suppress(OSError):  # only a hint, which kernels built without huge pages refuse
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.is_pinned = pin
         self.storage = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -17,9 +17,9 @@ from torch import Tensor
 from trl_budget.pinned import HostSlab
 
 DOWNLOAD_CHUNK_BYTES = 64 * 2**20
-UPLOAD_CHUNK_BYTES = 8 * 2**20
+UPLOAD_CHUNK_BYTES = 16 * 2**20
 DOWNLOAD_BUFFERS = 3
-UPLOAD_BUFFERS = 6
+UPLOAD_BUFFERS = 4
 
 
 @dataclass

@@ -209,7 +209,7 @@ class BudgetGRPOTrainer(GRPOTrainer):
 
     def _adopt_external_writes(self) -> None:
         if self._host_adamw is not None:
-            self._host_adamw.adopt_external_writes()
+            self._host_adamw.adopt_external_writes(is_expected=True)
 
 
 @contextmanager

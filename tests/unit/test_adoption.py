@@ -64,6 +64,11 @@ def swap_columns(parameter: Parameter) -> None:
     parameter.data[:, [0, 5]] = parameter.data[:, [5, 0]]
 
 
+@torch.no_grad()
+def swap_columns_in_place(parameter: Parameter) -> None:
+    parameter[:, [0, 5]] = parameter[:, [5, 0]]
+
+
 def flip_signs_of_a_pair(parameter: Parameter) -> None:
     """The sign bits of one positive and one negative neighbour change places."""
     row = parameter.data[0]
@@ -79,6 +84,7 @@ WRITES = (
     write_by_new_data,
     swap_rows,
     swap_columns,
+    swap_columns_in_place,
     flip_signs_of_a_pair,
 )
 
@@ -98,6 +104,27 @@ def test_the_next_step_starts_from_what_was_written_by(write: Callable[[Paramete
         twins[0].copy_(torch.where(written != cast, written.float(), twins[0]))
     train_pair(optimizer, parameters, stock, twins, steps=range(2, 4))
     assert_same_bits(optimizer, parameters, stock, twins)
+
+
+def test_the_initial_weights_can_be_restored_through_data() -> None:
+    [parameter] = random_parameters([(ROWS, COLUMNS)], torch.bfloat16)
+    initial = parameter.detach().clone()
+    optimizer = HostAdamW([parameter], lr=1.0)
+    backward([parameter], random_gradients([parameter], seed=0))
+    optimizer.step()
+    parameter.data.copy_(initial)
+    optimizer.adopt_external_writes()
+    assert torch.equal(optimizer.state[parameter]["master_weights"], initial.float())
+
+
+def test_a_write_that_undoes_an_adopted_one_is_adopted() -> None:
+    [parameter] = random_parameters([(ROWS, COLUMNS)], torch.bfloat16)
+    initial = parameter.detach().clone()
+    optimizer = HostAdamW([parameter])
+    for values in (other_values(parameter), initial):
+        parameter.data.copy_(values)
+        optimizer.adopt_external_writes()
+        assert torch.equal(optimizer.state[parameter]["master_weights"], values.float())
 
 
 def test_elements_exchanged_in_a_vector_are_adopted() -> None:

@@ -71,15 +71,30 @@ def test_a_bad_step_changes_no_weight_and_no_moment(bad: float, dtype: torch.dty
 
 
 @in_place_and_separate
-def test_a_nan_that_appears_after_clipping_is_not_stepped(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "by backward"])
+def test_a_nan_that_appears_after_clipping_is_not_stepped(by_hand: bool, dtype: torch.dtype) -> None:
     optimizer, parameters, *_ = trained(dtype)
     before = [p.detach().clone() for p in parameters]
     backward(parameters, random_gradients(parameters, seed=5))
     optimizer.clip_grad_norm_(1.0)
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, math.nan)
+    if by_hand:
+        parameters[1].grad = torch.full_like(parameters[1], math.nan)
+    else:
+        backward(parameters, bad_gradients(parameters, math.nan))
     optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+
+
+@in_place_and_separate
+def test_a_nan_set_by_hand_after_a_good_step_is_not_stepped(dtype: torch.dtype) -> None:
+    [parameter] = random_parameters([(17,)], dtype)
+    optimizer = HostAdamW([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = parameter.detach().clone()
+    parameter.grad = torch.full_like(parameter, math.nan)
+    optimizer.step()
+    assert torch.equal(parameter.detach(), before)
 
 
 @BAD

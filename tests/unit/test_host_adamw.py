@@ -25,7 +25,7 @@ from torch_reference import (
 from trl_budget.host_adamw import BLOCK_ELEMENTS, HostAdamW
 
 IMPLEMENTATIONS = ("fused", "foreach", "loop")
-OVER_ONE_BLOCK, OVER_THREE_BLOCKS = 2**21 + 5, 3 * 2**21 + 5
+OVER_ONE_BLOCK, OVER_THREE_BLOCKS = BLOCK_ELEMENTS + 5, 3 * BLOCK_ELEMENTS + 5
 in_place_and_separate = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 

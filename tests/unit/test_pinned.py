@@ -25,7 +25,7 @@ def make(shapes: list[tuple[int, ...]], slab_bytes: int = 2**30) -> tuple[Parame
     return slabs, parameters
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(shapes=shapes, slab_bytes=slab_sizes)
 def test_views_are_zeroed_aligned_and_of_the_parameters_shape(shapes: list[tuple[int, ...]], slab_bytes: int) -> None:
     slabs, parameters = make(shapes, slab_bytes)
@@ -37,7 +37,7 @@ def test_views_are_zeroed_aligned_and_of_the_parameters_shape(shapes: list[tuple
         assert not bool(view.any())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(shapes=shapes, slab_bytes=slab_sizes)
 def test_views_do_not_overlap(shapes: list[tuple[int, ...]], slab_bytes: int) -> None:
     slabs, parameters = make(shapes, slab_bytes)
@@ -47,7 +47,7 @@ def test_views_do_not_overlap(shapes: list[tuple[int, ...]], slab_bytes: int) ->
         assert bool((slabs[parameter] == number).all())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(shapes=shapes, slab_bytes=slab_sizes)
 def test_a_slab_is_no_larger_than_asked_unless_one_parameter_is(
     shapes: list[tuple[int, ...]], slab_bytes: int

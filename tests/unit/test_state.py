@@ -139,6 +139,18 @@ def test_a_state_of_torch_is_continued_with_the_present_weights_as_masters(dtype
     assert_same_bits(optimizer, parameters, stock, twins)
 
 
+def test_weights_written_before_a_state_of_torch_is_loaded_become_the_masters() -> None:
+    optimizer, parameters, stock, _ = trained(torch.bfloat16)
+    written = [p.detach() * 2 for p in parameters]
+    with torch.no_grad():
+        for parameter, value in zip(parameters, written, strict=True):
+            parameter.copy_(value)
+    optimizer.load_state_dict(stock.state_dict())
+    for parameter, value in zip(parameters, written, strict=True):
+        assert torch.equal(parameter.detach(), value)
+        assert torch.equal(optimizer.state[parameter]["master_weights"].to(torch.bfloat16), value)
+
+
 def test_loading_a_state_of_torch_without_an_entry_resets_that_parameter() -> None:
     optimizer, parameters, *_ = trained(torch.bfloat16)
     masters = [optimizer.state[p]["master_weights"].clone() for p in parameters]
