@@ -13,7 +13,7 @@ from trl_budget.pinned import host_slab_bytes
 from trl_budget.streams import DOWNLOAD_CHUNK_BYTES
 
 pytestmark = pytest.mark.gpu
-SIZES = (1, 17, 1025, 3 * 2**21 + 5, DOWNLOAD_CHUNK_BYTES // 2 * 5 + 3)
+SIZES = (1, 17, 1025, 3 * 2**21 + 5, DOWNLOAD_CHUNK_BYTES // 2 + 3)
 
 
 def cuda_parameters(dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:

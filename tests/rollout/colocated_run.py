@@ -1,0 +1,42 @@
+"""One colocated vLLM training run in a process of its own (vLLM allows one engine a process): python FILE KIND OUT.
+
+Prints nothing that matters; writes the log and the final weights to OUT.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+    import torch
+    import vllm._custom_ops as cpu_ops
+    import vllm.model_executor.layers.utils as linear_layers
+    from tiny import comparable_log, make_trainer, save_tiny_model, weights
+    from trl import GRPOTrainer
+
+    from trl_budget import BudgetGRPOTrainer
+
+    # On CPUs with AMX or AVX512-BF16, vLLM 0.31 packs linear weights and drops the originals, after which no trainer
+    # can load new ones. Both trainers run on the plain torch linears that other CPUs use.
+    cpu_ops._supports_onednn = False
+    linear_layers.check_cpu_sgl_kernel = lambda *_: False
+
+    kind, out = sys.argv[1], Path(sys.argv[2])
+    folder = save_tiny_model(out.parent / f"model-{kind}")
+    trainer = make_trainer(
+        {"stock": GRPOTrainer, "ours": BudgetGRPOTrainer}[kind],
+        out.parent / kind,
+        model=folder,
+        max_steps=3,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=128,
+        vllm_gpu_memory_utilization=0.3,
+        model_init_kwargs={"dtype": "float32"},
+    )
+    before = weights(trainer)
+    trainer.train()
+    torch.save({"log": comparable_log(trainer), "weights": weights(trainer), "before": before}, out)

@@ -1,0 +1,39 @@
+"""The seams exist in the installed TRL, transformers and Accelerate, and a seam that moved is named."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from trl_budget import UpstreamMovedError, upstream
+
+
+class _Upstream:
+    """Stands in for an upstream class: one method as tested, one that lost a parameter."""
+
+    def kept(self, model: object) -> None: ...
+
+    def narrowed(self) -> None: ...
+
+
+def test_every_seam_is_in_the_installed_versions() -> None:
+    upstream.check_seams.cache_clear()
+    upstream.check_seams()
+
+
+def test_a_missing_method_and_a_lost_parameter_are_named_with_the_tested_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seams = ((_Upstream, "kept", ("model",)), (_Upstream, "narrowed", ("model",)), (_Upstream, "gone", ()))
+    monkeypatch.setattr(upstream, "SEAMS", seams)
+    upstream.check_seams.cache_clear()
+    with pytest.raises(UpstreamMovedError) as error:
+        upstream.check_seams()
+    upstream.check_seams.cache_clear()
+    message = str(error.value)
+    assert "_Upstream.narrowed takes no model" in message
+    assert "_Upstream.gone does not exist" in message
+    assert "kept" not in message
+    assert f"trl {version('trl')}" in message
+    assert upstream.TESTED_VERSIONS["transformers"] in message
