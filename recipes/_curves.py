@@ -6,6 +6,7 @@ Only what the trainer logs is recorded; nothing is smoothed in `rewards.json`, o
 import json
 import time
 import warnings
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,14 +36,16 @@ class RunRecorder(ProgressCallback):
     Replaces `ProgressCallback`, which writes the whole dictionary of metrics at each log. Needs `logging_steps=1`.
     """
 
-    def __init__(self, print_every: int):
+    def __init__(self, print_every: int, write: Callable[["RunRecorder"], None]):
         """Prepare an empty record.
 
         Args:
             print_every: Optimizer steps between two printed lines, at least 1.
+            write: Called with each printed line, so that a run cut short keeps what it recorded.
         """
         super().__init__()
         self.print_every = print_every
+        self.write = write
         self.records: list[dict[str, float]] = []
         self.total_seconds = 0.0
 
@@ -62,6 +65,7 @@ class RunRecorder(ProgressCallback):
         self.total_seconds = now - self.train_started_at
         if state.is_world_process_zero and state.global_step % self.print_every == 0:
             self.training_bar.write(self.summary_line())
+            self.write(self)
 
     def summary_line(self) -> str:
         """Mean reward, loss, gradient norm and seconds per step over the last `print_every` steps."""
@@ -98,17 +102,20 @@ def mean_of(records: list[dict[str, float]], name: str) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def record_run(trainer: Trainer, print_every: int) -> RunRecorder:
+def record_run(trainer: Trainer, print_every: int, folder: Path, arguments: dict) -> RunRecorder:
     """Put a recorder in the place of the trainer's progress bar.
 
     Args:
         trainer: A trainer that has not started; its callbacks are changed.
-        print_every: Optimizer steps between two printed lines.
+        print_every: Optimizer steps between two printed lines and two writes of `rewards.json`.
+        folder: Existing folder for `rewards.json`.
+        arguments: Command-line arguments of the recipe.
 
     Returns:
         The recorder, which fills while the trainer runs.
     """
-    recorder = RunRecorder(print_every)
+    path = folder / "rewards.json"
+    recorder = RunRecorder(print_every, lambda record: write_rewards(path, trainer, record, arguments))
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(recorder)
     return recorder

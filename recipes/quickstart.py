@@ -116,7 +116,7 @@ def main() -> None:
     arguments = parse_arguments()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(arguments)
-    recorder = record_run(trainer, print_every=10)
+    recorder = record_run(trainer, 10, arguments.output_dir, vars(arguments))
     trainer.train()
 
     title = f"tiny Qwen3, seed {arguments.seed}"

@@ -219,7 +219,7 @@ def main() -> None:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = build_trainer(arguments, device)
-    recorder = record_run(trainer, print_every=1 if device == "cpu" else 10)
+    recorder = record_run(trainer, 1 if device == "cpu" else 10, arguments.output_dir, vars(arguments))
     trainer.train()
 
     if trainer.accelerator.is_main_process:

@@ -40,7 +40,6 @@ SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
 _TORCH_SEAMS = (
     (torch._C, "_current_graph_task_id"),
     (torch.autograd.Variable, "_execution_engine"),
-    (torch, "hash_tensor"),
     (serialization_config, "patch"),
 )
 

@@ -107,9 +107,9 @@ def test_masters_keep_updates_that_bf16_weights_would_lose(tmp_path: Path) -> No
     settings = {**SETTINGS, "learning_rate": 1e-6, "weight_decay": 0.0}
     model = tiny_model(torch.bfloat16)
     stock = make_trainer(GRPOTrainer, tmp_path / "stock", model=model, **settings)
+    stock.train()
     ours = budget_trainer(tmp_path / "ours", model=model, **settings)
     initial, before = weights(ours), masters_of(ours)
-    stock.train()
     ours.train()
     assert {p.dtype for p in ours.model.parameters()} == {torch.bfloat16}
     large = "model.layers.0.self_attn.q_norm.weight"
@@ -120,8 +120,8 @@ def test_masters_keep_updates_that_bf16_weights_would_lose(tmp_path: Path) -> No
 def test_weights_differ_from_stock_adam_in_pure_bf16(tmp_path: Path) -> None:
     model = tiny_model(torch.bfloat16)
     stock = make_trainer(GRPOTrainer, tmp_path / "stock", model=model, **SETTINGS)
-    ours = budget_trainer(tmp_path / "ours", model=model, **SETTINGS)
     stock.train()
+    ours = budget_trainer(tmp_path / "ours", model=model, **SETTINGS)
     ours.train()
     difference = max_difference(weights(ours), weights(stock))
     assert 0.0 < difference < 2 * 5 * ours.args.learning_rate + 2**-8

@@ -15,6 +15,7 @@ from compat_pairs import (
     budget_trainer,
     placement,
     reason,
+    without_times,
 )
 from tiny import (
     BASE_SETTINGS,
@@ -93,10 +94,11 @@ def test_auto_is_stock_and_host_is_refused_for(facts: dict[str, Any], words: tup
 
 
 def test_a_model_sharded_at_load_time_is_left_to_stock(tmp_path: Path) -> None:
-    model = tiny_model()
-    model.is_distributed_loading_by_transformers = True
+    class Sharded(torch.nn.Linear):
+        is_distributed_loading_by_transformers = True
+
     args = BudgetGRPOConfig(str(tmp_path), **BASE_SETTINGS)
-    facts = placement_facts(args, model, None, is_adapter=False, is_on_host=False)
+    facts = placement_facts(args, Sharded(2, 2), None, is_adapter=False, is_on_host=False)
     assert resolve_optimizer_placement("auto", facts).value == "device"
 
 
@@ -140,8 +142,8 @@ def test_cast_lm_head_to_fp32_on_a_bf16_model(tmp_path: Path, tied: bool) -> Non
     model = tiny_model(torch.bfloat16, tie_word_embeddings=tied)
     settings = {"max_steps": 2, "cast_lm_head_to_fp32": True}
     stock = make_trainer(GRPOTrainer, tmp_path / "stock", model=model, **settings)
-    ours = make_trainer(BudgetGRPOTrainer, tmp_path / "ours", model=model, **settings)
     stock.train()
+    ours = make_trainer(BudgetGRPOTrainer, tmp_path / "ours", model=model, **settings)
     ours.train()
     dtypes = [{n: p.dtype for n, p in t.model.named_parameters()} for t in (stock, ours)]
     assert dtypes[0] == dtypes[1] and set(dtypes[0].values()) == {torch.float32, torch.bfloat16}
@@ -295,10 +297,6 @@ def test_a_host_adamw_of_the_user_equals_torch_adamw_in_stock(tmp_path: Path, tr
 # Data
 
 
-def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    return {k: v for k, v in metrics.items() if not any(part in k for part in ("runtime", "per_second"))}
-
-
 def test_equals_stock_on_an_iterable_dataset(tmp_path: Path) -> None:
     kwargs = {"train_dataset": digit_dataset(16).to_iterable_dataset()}
     assert_works(tmp_path, trainer_kwargs=lambda: kwargs, max_steps=3, gradient_accumulation_steps=2)
@@ -336,19 +334,30 @@ def test_evaluate_before_during_and_after_train_equals_stock(tmp_path: Path) -> 
     assert metrics[0] == metrics[1]
 
 
+def test_args_none_without_a_card_fails_as_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, on which args=None works")
+    monkeypatch.chdir(tmp_path)
+    for trainer_class in (GRPOTrainer, BudgetGRPOTrainer):
+        with pytest.raises(ValueError, match="Your setup doesn't support bf16/gpu"):
+            make_trainer(trainer_class, tmp_path, trainer_kwargs={"args": None})
+
+
 def test_args_none_equals_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("args=None trains on the GPU that this machine has, where sampling is not reproducible")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
 
     def run(trainer: Any) -> None:
         trainer.generation_config.max_new_tokens = 4
         trainer.args.max_steps = 1
         trainer.args.logging_steps = 1
+        trainer.args.learning_rate = 1e-3
         trainer.train()
 
     kwargs = {"args": None, "train_dataset": digit_dataset(1)}
     stock, ours = assert_works(tmp_path, model=save_tiny_model(tmp_path / "m"), trainer_kwargs=lambda: kwargs, run=run)
     assert isinstance(ours.args, BudgetGRPOConfig) and ours.args.optimizer_placement == "auto"
-    given = {k: v for k, v in ours.args.to_dict().items() if k not in ("optimizer_placement", "logging_dir")}
-    assert given == {k: v for k, v in stock.args.to_dict().items() if k != "logging_dir"}
+    given = {key: value for key, value in ours.args.to_dict().items() if key != "optimizer_placement"}
+    assert given == stock.args.to_dict()
