@@ -118,7 +118,7 @@ class PageableHostAdamW(HostAdamW):
         super().__init__(*args, **kwargs, pin_memory=False)
 
 
-def training_arguments(config_class: type, output_dir: str, steps: int, scale: float) -> GRPOConfig:
+def training_arguments(config_class: type, output_dir: str, steps: int) -> GRPOConfig:
     return config_class(
         output_dir=output_dir,
         bf16=True,
@@ -156,7 +156,7 @@ def run_mode(mode: str, shape: str, steps: int, scale: float) -> dict[str, Any]:
         trainer = trainer_class(
             model=model,
             reward_funcs=reward,
-            args=training_arguments(config, folder, steps, scale),
+            args=training_arguments(config, folder, steps),
             train_dataset=dataset(),
             processing_class=tokenizer(),
             callbacks=[clock],

@@ -20,9 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")
     no_vllm = pytest.mark.skip(reason="needs vLLM, which is not installed in this environment")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
-        if "vllm" in item.keywords and importlib.util.find_spec("vllm") is None:
+        if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
             item.add_marker(no_vllm)
 
 

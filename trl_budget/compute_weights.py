@@ -55,7 +55,9 @@ class ComputeWeights:
             by_device.setdefault(slot.parameter.device, []).append(slot)
         found: list[ParameterSlot] = []
         for group in by_device.values():
-            differ = [(checksum(slot.parameter) != self._checksums[slot]).any() for slot in group]
+            # `.to` because the model may have moved to another device since.
+            recorded = [self._checksums[slot].to(slot.parameter.device) for slot in group]
+            differ = [(checksum(slot.parameter) != old).any() for slot, old in zip(group, recorded, strict=True)]
             flags = torch.stack(differ).tolist()
             for slot, flag in zip(group, flags, strict=True):
                 if flag or slot.parameter._version != self._versions[slot]:

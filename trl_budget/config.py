@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from trl_budget.errors import SettingsError
-
-OPTIMIZER_PLACEMENTS = ("auto", "device", "host")
+from trl_budget.placement import OPTIMIZER_PLACEMENTS
 
 
 @dataclass

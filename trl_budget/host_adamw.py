@@ -24,7 +24,14 @@ from trl_budget.compute_weights import ComputeWeights
 from trl_budget.errors import NonFiniteGradientError, SettingsError
 from trl_budget.grad_offload import BackwardEndHook, GradientAccumulator, check_gradient
 from trl_budget.gradient_norm import total_norm
-from trl_budget.optimizer_state import UNSERVED_FLAGS, check_arguments, check_group, check_loadable, load_slot
+from trl_budget.optimizer_state import (
+    UNSERVED_FLAGS,
+    check_arguments,
+    check_group,
+    check_loadable,
+    load_slot,
+    torch_defaults,
+)
 from trl_budget.parameter_slots import HostState, ParameterSlot, check_parameter
 from trl_budget.pinned import ParameterSlabs
 from trl_budget.streams import CopyEngines
@@ -40,7 +47,8 @@ _owners: weakref.WeakValueDictionary[int, HostAdamW] = weakref.WeakValueDictiona
 class HostAdamW(torch.optim.Optimizer):
     """AdamW whose state and arithmetic live in host memory; the device keeps the compute weights only.
 
-    `loss.backward(); optimizer.step()` is the whole protocol. When a backward ends, the gradients move to fp32
+    `loss.backward(); optimizer.step()` is the whole protocol. To clip in between, call `optimizer.clip_grad_norm_`:
+    torch's `clip_grad_norm_` reads `parameter.grad`, which has left. When a backward ends, the gradients move to fp32
     accumulators on the host and `parameter.grad` becomes None; `step()` runs AdamW on the fp32 masters and writes
     `master_weights.to(parameter.dtype)` back, before it returns. A parameter that is fp32 and on the CPU is stepped in
     place: no second copy, and its gradient stays in `parameter.grad`, as with torch's optimizer.
@@ -58,8 +66,8 @@ class HostAdamW(torch.optim.Optimizer):
         weight_decay: decoupled weight decay.
         implementation: which of torch's AdamW implementations runs: "fused" (fastest), "foreach" or "loop" (these two
             give the same bits).
-        master_weights: fp32 host tensors to keep as masters, of parameters that have been cast already. Parameters
-            that are missing get `p.float()`.
+        master_weights: fp32 host tensors to keep as masters, of parameters that have been cast already; each such
+            parameter is overwritten with their cast. Parameters that are missing get `p.float()`.
         parameter_names: names used in errors and warnings; `param_names` of the groups are used otherwise.
         pin_memory: page-lock the state of CUDA parameters. False costs transfer speed and exists to measure it.
 
@@ -96,7 +104,9 @@ class HostAdamW(torch.optim.Optimizer):
         self._scratch = torch.empty(0)
         self._gradient_norm: Tensor | None = None
         self._is_built = False
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, torch_defaults(implementation, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        )
         self._is_built = True
         self._build_slots()
 
@@ -114,6 +124,31 @@ class HostAdamW(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+
+    def regroup(self, params: Any, *, implementation: str, **defaults: Any) -> None:
+        """Replaces the parameter groups and hyperparameters; parameters that stay keep their state.
+
+        A parameter that changed its shape (`resize_token_embeddings`) starts anew from its present weights.
+
+        Args:
+            params: parameters or parameter groups, as at construction.
+            implementation: as at construction.
+            defaults: `lr`, `betas`, `eps`, `weight_decay` of groups that do not set them.
+        """
+        check_arguments(implementation)
+        self.implementation = implementation
+        self.defaults.update(torch_defaults(implementation, **defaults))
+        self.param_groups.clear()
+        self._drop_slots([p for p, slot in self._slots.items() if p.shape != slot.exp_avg.shape])
+        groups = list(params)
+        for group in groups if isinstance(groups[0], dict) else [{"params": groups}]:
+            self.add_param_group(group)
+        self._drop_slots(set(self._slots).difference(self._parameters()))
+
+    def _drop_slots(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters:
+            del self._slots[parameter]
+            del self.state[parameter]
 
     @property
     def host_bytes(self) -> int:
@@ -147,27 +182,34 @@ class HostAdamW(torch.optim.Optimizer):
 
         Args:
             max_norm: upper bound of the norm; `inf` only measures.
-            parameters: whose gradients are measured and scaled, all when None. Their order is the order in which the
-                norms of the parameters are summed, which decides the last bit: stock's is `model.parameters()`.
+            parameters: whose gradients are measured and scaled, all of this optimizer when None. Their order is the
+                order in which the norms of the parameters are summed, which decides the last bit: stock's is
+                `model.parameters()`. Parameters that are not this optimizer's are clipped in `parameter.grad`.
 
         Returns:
             fp32 scalar on the host: the norm before clipping.
         """
         self._drain_gradients()
         chosen = self._parameters() if parameters is None else parameters
-        chosen = [chosen] if isinstance(chosen, Tensor) else chosen
-        slots = [slot for p in chosen if (slot := self._slots.get(cast(Parameter, p))) and slot.gradient is not None]
-        for slot in slots:
-            slot.scale_accumulator()
-        norm = total_norm([cast(Tensor, slot.gradient) for slot in slots])
-        if len(slots) == sum(slot.gradient is not None for slot in self._slots.values()):
+        gradients: dict[Tensor, Tensor] = {}
+        for parameter in [chosen] if isinstance(chosen, Tensor) else chosen:
+            slot = self._slots.get(cast(Parameter, parameter))
+            if slot is not None:
+                slot.scale_accumulator()
+            gradient = parameter.grad if slot is None else slot.gradient
+            if gradient is not None:
+                gradients[parameter] = gradient
+        norm = total_norm([gradient.to("cpu", torch.float32) for gradient in gradients.values()])
+        filled = {slot.parameter for slot in self._slots.values() if slot.gradient is not None}
+        if gradients.keys() == filled:
             self._gradient_norm = norm
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if not math.isfinite(norm.item()) or coefficient.item() == 1.0:  # a factor of 1 changes no bit
             return norm
-        for slot in slots:
-            if slot.is_in_place:
-                cast(Tensor, slot.gradient).mul_(coefficient)
+        for parameter, gradient in gradients.items():
+            slot = self._slots.get(cast(Parameter, parameter))
+            if slot is None or slot.is_in_place:
+                gradient.mul_(coefficient.to(gradient.device))
             else:
                 slot.clip_coefficient = coefficient  # applied block by block in `step`, while in cache
         return norm
@@ -311,6 +353,21 @@ class HostAdamW(torch.optim.Optimizer):
         self._refresh(changed)  # an element may have been widened by `model.float()`
         return adopted
 
+    @torch.no_grad()
+    def set_master_weights(self, weights: Iterable[tuple[Parameter, Tensor]]) -> None:
+        """Copies values into masters and refreshes the compute weights; moments and steps stay.
+
+        Args:
+            weights: parameters and their new values, any floating dtype, the parameter's shape. Parameters without
+                host state are left out.
+        """
+        written = []
+        for parameter, values in weights:
+            if (slot := self._slots.get(parameter)) is not None:
+                slot.master_weights.copy_(values)
+                written.append(slot)
+        self._refresh([slot for slot in written if not slot.is_in_place])
+
     def follow_parameters(self) -> None:
         """Follows parameters stepped in place whose storage was replaced (`parameter.data = ...`).
 
@@ -350,7 +407,7 @@ class HostAdamW(torch.optim.Optimizer):
         for parameter in new:
             check_parameter(parameter, names[parameter])
         _claim(names, self)
-        given = self._given_masters if self._given_masters is not None else {}
+        given = self._given_masters if self._given_masters is not None and not self._slots else {}
         built = self._host_state.build(names, given)
         self._slots.update(built)
         for slot in built.values():

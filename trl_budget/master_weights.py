@@ -6,10 +6,15 @@ it has been copied. Bit-exact: masters are the loaded values, compute weights th
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
+from safetensors import safe_open
 from torch import nn
 
-from trl_budget.pinned import ParameterSlabs
+from trl_budget.pinned import ParameterSlabs, check_host_memory
 from trl_budget.upstream import kept_in_fp32
 
 
@@ -34,15 +39,39 @@ def capture_master_weights(model: nn.Module, *, pin: bool) -> ParameterSlabs:
     names = {parameter: name for name, parameter in model.named_parameters()}
     masters = ParameterSlabs("master weights", pin=pin)
     trainable = [p for p in names if p.requires_grad and p.is_floating_point()]
+    released = sum(p.nbytes - 2 * p.numel() for p in trainable if p.device.type == "cpu")
+    # Masters, two moments and the accumulator of every parameter: before anything expensive is built beside them.
+    check_host_memory(16 * sum(p.numel() for p in trainable) - released, "masters, moments and gradient accumulators")
     for parameter, view in masters.extend(trainable):
         view.copy_(parameter.data)
         _cast(parameter, names[parameter], kept)
     for parameter, name in names.items():
-        if not parameter.requires_grad and parameter.dtype == torch.float32:
+        if not parameter.requires_grad:
             _cast(parameter, name, kept)
     return masters
 
 
+def fp32_checkpoint_weights(folder: str, model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """The weights that a checkpoint holds in fp32, read one at a time.
+
+    Loading an fp32 checkpoint into a bf16 policy rounds it; its masters need not be rounded.
+
+    Args:
+        folder: a checkpoint folder with safetensors files; others yield nothing.
+        model: the policy that was loaded from it.
+
+    Yields:
+        A parameter of the model and its fp32 values, on the host.
+    """
+    parameters = dict(model.named_parameters())
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                if name in parameters and file.get_slice(name).get_dtype() == "F32":
+                    yield parameters[name], file.get_tensor(name)
+
+
 def _cast(parameter: nn.Parameter, name: str, kept: tuple[str, ...]) -> None:
-    if parameter.dtype == torch.float32 and not any(part in name.split(".") for part in kept):
+    is_kept = any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept)
+    if parameter.dtype in (torch.float32, torch.float16) and not is_kept:
         parameter.data = parameter.data.to(torch.bfloat16)

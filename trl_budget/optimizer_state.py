@@ -19,6 +19,18 @@ IMPLEMENTATIONS = ("fused", "foreach", "loop")
 UNSERVED_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
+def torch_defaults(implementation: str, **hyperparameters: Any) -> dict[str, Any]:
+    """A group's defaults with all the keys of `torch.optim.AdamW`, so that torch can load what we save.
+
+    Args:
+        implementation: "fused", "foreach" or "loop".
+        hyperparameters: `lr`, `betas`, `eps`, `weight_decay`.
+    """
+    flags = dict.fromkeys(UNSERVED_FLAGS, False)
+    kind = {"foreach": None, "fused": implementation == "fused" or None, "decoupled_weight_decay": True}
+    return {**hyperparameters, **flags, **kind}
+
+
 def check_arguments(implementation: str) -> None:
     """Refuses an unknown implementation, and more than one process.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trl_budget.errors import SettingsError
-from trl_budget.pinned import ParameterSlabs
+from trl_budget.pinned import ParameterSlabs, check_host_memory
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -161,9 +161,14 @@ class HostState:
                     f"shape {tuple(given.shape)} on {given.device}. Masters are fp32, on the CPU and of the "
                     "parameter's shape. Pass `parameter.detach().float().cpu()` or leave master_weights out."
                 )
+        new_masters = [p for p in separate if p not in given_masters]
+        fp32_tensors = 2 * sum(p.numel() for p in parameters) + sum(p.numel() for p in [*separate, *new_masters])
+        check_host_memory(4 * fp32_tensors, "the optimizer state")
         masters = {p: p.detach() for p in parameters if steps_in_place(p)}
+        for parameter in masters.keys() & given_masters.keys():
+            masters[parameter].copy_(given_masters[parameter])
         masters.update({p: given_masters[p] for p in separate if p in given_masters})
-        for parameter, view in self._allocate("master weights", [p for p in separate if p not in masters]):
+        for parameter, view in self._allocate("master weights", new_masters):
             masters[parameter] = view.copy_(parameter.detach())
         exp_avgs = dict(self._allocate("exp_avg", parameters))
         exp_avg_sqs = dict(self._allocate("exp_avg_sq", parameters))

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import os
 import resource
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 import psutil
 import torch
@@ -24,6 +26,14 @@ from trl_budget.errors import HostMemoryError
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 2 * 2**30
+OVERCOMMIT_VARIABLE = "TRL_BUDGET_ALLOW_OVERCOMMIT"
+_CGROUP_FILES = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
 ALIGNMENT_ELEMENTS = 64  # 256 bytes of fp32: every view starts on a cache line and on a vector boundary
 
 _live_slabs: weakref.WeakSet[HostSlab] = weakref.WeakSet()
@@ -48,20 +58,14 @@ class HostSlab:
     def __init__(
         self, nbytes: int, *, pin: bool, purpose: str, register: Callable[[int, int], int] | None = None
     ) -> None:
-        available = psutil.virtual_memory().available
-        if nbytes > available:
-            logger.warning(
-                "%s needs %.2f GiB and %.2f GiB of host memory are free; going on, the kernel decides",
-                purpose,
-                nbytes / 2**30,
-                available / 2**30,
-            )
         try:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(_refusal("could not be mapped", nbytes, purpose, str(error))) from error
         with contextlib.suppress(OSError):  # only a hint, which kernels built without huge pages refuse
             mapping.madvise(mmap.MADV_HUGEPAGE)
+        if pin:  # a page-locked private mapping is copied whole by fork(), in every data loader worker
+            mapping.madvise(mmap.MADV_DONTFORK)
         self.nbytes = nbytes
         self.is_pinned = pin
         self.storage = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -125,6 +129,37 @@ class ParameterSlabs(Mapping[Parameter, Tensor]):
 
     def __len__(self) -> int:
         return len(self._views)
+
+
+def check_host_memory(nbytes: int, purpose: str, *, available: int | None = None) -> None:
+    """Refuses a need that the machine cannot meet, before the kernel kills the process in the middle of it.
+
+    Args:
+        nbytes: bytes needed in all.
+        purpose: what for, named in the error.
+        available: bytes that can be had; read from the machine and the container's limits when None.
+
+    Raises:
+        HostMemoryError: more is needed than there is. `TRL_BUDGET_ALLOW_OVERCOMMIT=1` turns it into a warning, for
+            machines whose memory grows when it is used.
+    """
+    available = available_host_memory() if available is None else available
+    if nbytes <= available:
+        return
+    if os.environ.get(OVERCOMMIT_VARIABLE) == "1":
+        logger.warning("%s needs %.2f GiB, %.2f are free", purpose, nbytes / 2**30, available / 2**30)
+        return
+    detail = f"{available / 2**30:.2f} GiB can be had; {OVERCOMMIT_VARIABLE}=1 tries all the same"
+    raise HostMemoryError(_refusal("would not fit", nbytes, purpose, detail))
+
+
+def available_host_memory() -> int:
+    """Bytes that can still be allocated: free memory, or what the container's limit leaves if that is less."""
+    available = psutil.virtual_memory().available
+    for limit_file, used_file in _CGROUP_FILES:
+        if limit_file.exists() and (limit := limit_file.read_text().strip()).isdigit():
+            available = min(available, max(0, int(limit) - int(used_file.read_text())))
+    return available
 
 
 def host_slab_bytes(*, pinned_only: bool = False) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from trl_budget.errors import SettingsError
 
+OPTIMIZER_PLACEMENTS = ("auto", "device", "host")
 IMPLEMENTATION_OF_OPTIM = {"adamw_torch_fused": "fused", "adamw_torch": "foreach"}
 
 
@@ -31,6 +32,8 @@ class PlacementFacts:
         is_split_over_devices: whether a device map spreads the model.
         user_optimizer: class name of an optimizer that the user passed, if any.
         is_user_optimizer_on_host: whether that optimizer is a `HostAdamW`.
+        overrides_optimizer_class: whether the trainer's class overrides `get_optimizer_cls_and_kwargs`.
+        unserved_parameter: what is wrong with the first trainable parameter that cannot be served, if any.
     """
 
     optim: str
@@ -45,6 +48,8 @@ class PlacementFacts:
     is_split_over_devices: bool = False
     user_optimizer: str | None = None
     is_user_optimizer_on_host: bool = False
+    overrides_optimizer_class: bool = False
+    unserved_parameter: str | None = None
 
     @property
     def casts_policy(self) -> bool:
@@ -90,6 +95,16 @@ _OBSTACLES = (
         f"set optim to one of {', '.join(IMPLEMENTATION_OF_OPTIM)}",
     ),
     _Obstacle(
+        lambda f: f.user_optimizer is None and f.overrides_optimizer_class,
+        "the trainer's class overrides get_optimizer_cls_and_kwargs",
+        "leave that method to TRL",
+    ),
+    _Obstacle(
+        lambda f: f.unserved_parameter is not None,
+        "{unserved_parameter}",
+        "load contiguous weights with dtype='bfloat16' or 'float32'",
+    ),
+    _Obstacle(
         lambda f: f.fp16, "fp16=True scales gradients in `parameter.grad`, which has left the device", "set bf16=True"
     ),
     _Obstacle(
@@ -122,14 +137,25 @@ def resolve_optimizer_placement(requested: str, facts: PlacementFacts) -> Resolv
         SettingsError: "host" was asked for and cannot be served.
     """
     name = "optimizer_placement"
+    if requested not in OPTIMIZER_PLACEMENTS:
+        raise SettingsError(
+            f"optimizer_placement={requested!r} is not a placement. The optimizer is stepped on the device or on the "
+            f"host. Set optimizer_placement to one of {', '.join(OPTIMIZER_PLACEMENTS)}."
+        )
+    if facts.is_user_optimizer_on_host and requested == "device":
+        raise SettingsError(
+            "optimizers= holds a HostAdamW, but optimizer_placement='device'. Stock clipping reads `parameter.grad`, "
+            "which HostAdamW empties, so nothing would be clipped. Set optimizer_placement='auto' or drop optimizers."
+        )
     if requested == "device":
         return ResolvedSetting(name, "device", "set by you: stock TRL's optimizer")
     obstacles = [obstacle for obstacle in _OBSTACLES if obstacle.applies(facts)]
     reasons = "; ".join(obstacle.reason.format_map(vars(facts)) for obstacle in obstacles)
-    if obstacles and requested == "host":
+    if obstacles and (requested == "host" or facts.is_user_optimizer_on_host):
+        asked = "optimizers= holds a HostAdamW" if requested != "host" else "optimizer_placement='host' was asked for"
         remedies = "; ".join(obstacle.remedy.format_map(vars(facts)) for obstacle in obstacles)
         raise SettingsError(
-            f"optimizer_placement='host' was asked for, but {reasons}. The host step would train something else than "
+            f"{asked}, but {reasons}. The host step would train something else than "
             f"stock TRL, or not run at all. Either {remedies}; or set optimizer_placement='device'."
         )
     if obstacles:

@@ -23,7 +23,7 @@ from trl_budget import upstream
 from trl_budget.config import BudgetGRPOConfig, budget_setting
 from trl_budget.errors import SettingsError
 from trl_budget.host_adamw import HostAdamW
-from trl_budget.master_weights import capture_master_weights
+from trl_budget.master_weights import capture_master_weights, fp32_checkpoint_weights
 from trl_budget.pinned import ParameterSlabs, host_slab_bytes
 from trl_budget.placement import (
     IMPLEMENTATION_OF_OPTIM,
@@ -57,26 +57,42 @@ class BudgetGRPOTrainer(GRPOTrainer):
         upstream.check_seams()
         bound = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs)
         given = bound.arguments
-        model, peft_config = given["model"], given.get("peft_config")
-        optimizer, _ = given.get("optimizers", (None, None))
-        is_adapter = upstream.is_adapter_model(model, peft_config)
-        upstream.check_model(model, is_adapter=is_adapter, quantization_config=given.get("quantization_config"))
+        model, optimizer = given["model"], given.get("optimizers", (None, None))[0]
+        is_adapter = upstream.is_adapter_model(model, given.get("peft_config"))
+        quantization_config = given.get("quantization_config")
+        upstream.check_model(model, given.get("args"), is_adapter=is_adapter, quantization_config=quantization_config)
         if given.get("args") is None:
             name = model if isinstance(model, str) else upstream.model_id(model.config)
             given["args"] = BudgetGRPOConfig(f"{name.split('/')[-1]}-GRPO")
         training_args: GRPOConfig = given["args"]
-        is_on_host = isinstance(optimizer, HostAdamW)
-        facts = upstream.placement_facts(training_args, model, optimizer, is_adapter=is_adapter, is_on_host=is_on_host)
-        placement = resolve_optimizer_placement(budget_setting(training_args, "optimizer_placement"), facts)
-        self._is_host_placement = placement.value == "host"
-        self._casts_policy = self._is_host_placement and facts.casts_policy
+        self._facts = upstream.placement_facts(
+            type(self),
+            training_args,
+            model,
+            optimizer,
+            is_adapter=is_adapter,
+            is_on_host=isinstance(optimizer, HostAdamW),
+        )
+        self._requested_placement = budget_setting(training_args, "optimizer_placement")
+        self._placement = resolve_optimizer_placement(self._requested_placement, self._facts)
         self._master_weights: ParameterSlabs | None = None
         self._host_adamw: HostAdamW | None = None
-        with _loaded_on_host(training_args, isinstance(model, str) and self._is_host_placement):
+        with _restored_init_kwargs(training_args):
+            if isinstance(model, str) and self._is_host_placement:
+                # By default TRL loads a model named by a string straight onto the card, in fp32.
+                training_args.model_init_kwargs = {**_init_kwargs(training_args), "device_map": None}
             super().__init__(*bound.args[1:], **bound.kwargs)
-        self._build_host_adamw()
-        self.resolved_settings = [placement, *self._describe()]
+            self._build_host_adamw()
+        self.resolved_settings = [self._placement, *self._describe()]
         self._print_settings()
+
+    @property
+    def _is_host_placement(self) -> bool:
+        return self._placement.value == "host"
+
+    @property
+    def _casts_policy(self) -> bool:
+        return self._is_host_placement and self._facts.casts_policy
 
     @property
     def _policy(self) -> nn.Module:
@@ -91,35 +107,57 @@ class BudgetGRPOTrainer(GRPOTrainer):
         super()._move_model_to_device(model, device)
 
     def _capture_masters(self, model: nn.Module) -> None:
-        if self._casts_policy and self._master_weights is None:
+        """Leaves a bf16 policy behind where the placement asks for it; nothing the second time."""
+        if self._host_adamw is not None or self._master_weights is not None:
+            return
+        loaded = upstream.with_loaded_model(self._facts, model)
+        self._placement = resolve_optimizer_placement(self._requested_placement, loaded)
+        if self._casts_policy:
             self._master_weights = capture_master_weights(model, pin=self.args.device.type == "cuda")
+            # The reference is loaded later, with these: a reference of another dtype would make the first KL non-zero.
+            vars(self.args)["model_init_kwargs"] = {**_init_kwargs(self.args), "dtype": "bfloat16"}
 
     def _build_host_adamw(self) -> None:
         if not self._is_host_placement:
             return
         self._capture_masters(self._policy)  # transformers did not move the model (place_model_on_device=False)
-        if self.optimizer is None and type(self).create_optimizer is BudgetGRPOTrainer.create_optimizer:
-            self.create_optimizer()
         if isinstance(self.optimizer, HostAdamW):
             self._host_adamw = self.optimizer
             self._host_adamw.follow_parameters()
+            return
+        # The state is built now, so that a refusal costs nothing; the groups are stock's, made when stock makes them.
+        self._host_adamw = HostAdamW(
+            [{"params": [parameter for parameter in self._policy.parameters() if parameter.requires_grad]}],
+            **self._hyperparameters(),
+            master_weights=self._master_weights,
+            parameter_names={parameter: name for name, parameter in self._policy.named_parameters()},
+        )
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        return {
+            "lr": self.args.learning_rate,
+            "betas": (self.args.adam_beta1, self.args.adam_beta2),
+            "eps": self.args.adam_epsilon,
+            "implementation": IMPLEMENTATION_OF_OPTIM[upstream.optim_name(self.args)],
+        }
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As transformers 5.24, with `HostAdamW` in place of torch's AdamW: the parameter groups are stock's."""
-        if self._is_host_placement and self.optimizer is None:
-            names = {parameter: name for name, parameter in self._policy.named_parameters()}
-            self.optimizer_cls_and_kwargs = (
-                HostAdamW,
-                {
-                    "lr": self.args.learning_rate,
-                    "betas": (self.args.adam_beta1, self.args.adam_beta2),
-                    "eps": self.args.adam_epsilon,
-                    "implementation": IMPLEMENTATION_OF_OPTIM[self.args.optim],
-                    "master_weights": self._master_weights,
-                    "parameter_names": names,
-                },
-            )
-        return super().create_optimizer(model)
+        """As transformers 5.24: stock's parameter groups, given to the `HostAdamW` in place of torch's AdamW."""
+        is_ours = (
+            self._host_adamw is not None
+            and self.optimizer_cls_and_kwargs is None
+            and upstream.optim_name(self.args) in IMPLEMENTATION_OF_OPTIM
+        )
+        if self.optimizer is not None or not is_ours:
+            return super().create_optimizer(model)
+        self.optimizer_cls_and_kwargs = (
+            _ExistingHostAdamW,
+            {"host_adamw": self._host_adamw, **self._hyperparameters()},
+        )
+        try:
+            return super().create_optimizer(model)
+        finally:
+            self.optimizer_cls_and_kwargs = None
 
     def _describe(self) -> list[ResolvedSetting]:
         parameters = [p for p in self._policy.parameters() if p.requires_grad]
@@ -144,34 +182,43 @@ class BudgetGRPOTrainer(GRPOTrainer):
 
     def _print_settings(self) -> None:
         table = format_table(self.resolved_settings, f"trl-budget {__version__}")
-        logger.info(table)
         self.accelerator.print(table)
 
     # Training
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """As transformers 5.24; an aborted step's gradients are dropped and foreign writes adopted first."""
-        if self._is_host_placement:
+        if self._host_adamw is not None:
             self._prepare_host_adamw()
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _prepare_host_adamw(self) -> None:
-        if self._host_adamw is None:  # a subclass overrides create_optimizer, which must not run before its __init__
-            optimizer = self.create_optimizer()
-            if isinstance(optimizer, HostAdamW):
-                self._host_adamw = optimizer
-            elif self._casts_policy:
-                raise SettingsError(
-                    f"create_optimizer returned a {type(optimizer).__name__}, but the policy was cast to bf16 and its "
-                    "fp32 masters are on the host. Stepping bf16 weights without them is another training. "
-                    "Return super().create_optimizer(), or set optimizer_placement='device'."
-                )
-            else:
-                return
+        assert self._host_adamw is not None
+        if self.optimizer is None:
+            self.create_optimizer()
+        chosen = upstream.unwrapped_optimizer(self.optimizer)
+        if chosen is not self._host_adamw:
+            self._give_way_to(type(chosen).__name__)
+            return
         self._host_adamw.zero_grad()
         self._host_adamw.adopt_external_writes()
-        # Left to Accelerate, the wrapper copies the whole state to the device and loads it back.
-        self.optimizer = self.accelerator.prepare_optimizer(self.optimizer, device_placement=False)
+        # Left to Accelerate, the wrapper copies the whole state to the device and loads it back. `prepare`, since
+        # `prepare_optimizer` does not mark the result as prepared and stock code would wrap it a second time.
+        self.optimizer = self.accelerator.prepare(self.optimizer, device_placement=[False])
+
+    def _give_way_to(self, optimizer: str) -> None:
+        """Frees the host state for an optimizer chosen after construction, where the weights are still stock's."""
+        if self._casts_policy:
+            raise SettingsError(
+                f"The optimizer chosen for training is a {optimizer}, but the policy was cast to bf16 and its fp32 "
+                "masters are on the host. Stepping bf16 weights without them is another training. Keep TRL's own "
+                "create_optimizer and optim, or set optimizer_placement='device'."
+            )
+        reason = f"a {optimizer} was chosen after the trainer was built"
+        self._placement = ResolvedSetting(self._placement.name, "device", reason)
+        self._host_adamw = None
+        self.resolved_settings = [self._placement, *self._describe()]
+        logger.warning("optimizer_placement is now 'device': %s", reason)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """As transformers 5.24: clips to `max_grad_norm` and returns the norm before, on the host."""
@@ -191,11 +238,13 @@ class BudgetGRPOTrainer(GRPOTrainer):
         """As transformers 5.24; the weights read become the masters, also where no optimizer state was saved."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._adopt_external_writes()
+        self._read_fp32_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """As transformers 5.24; the best model's weights become the masters."""
         super()._load_best_model()
         self._adopt_external_writes()
+        self._read_fp32_weights(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As transformers 5.24; the masters saved are those of the weights saved beside them."""
@@ -207,19 +256,33 @@ class BudgetGRPOTrainer(GRPOTrainer):
         with serialization_config.patch("load.mmap", self._host_adamw is not None):  # type: ignore[attr-defined]
             super()._load_optimizer_and_scheduler(checkpoint)
 
+    def _read_fp32_weights(self, checkpoint: str | None) -> None:
+        """Gives the masters the bits that a bf16 policy has rounded away; an fp32 policy is its own master."""
+        if self._host_adamw is not None and checkpoint is not None and not self._facts.is_adapter:
+            self._host_adamw.set_master_weights(fp32_checkpoint_weights(checkpoint, self._policy))
+
     def _adopt_external_writes(self) -> None:
         if self._host_adamw is not None:
             self._host_adamw.adopt_external_writes(is_expected=True)
 
 
+class _ExistingHostAdamW(torch.optim.Optimizer):
+    """Stands where stock code instantiates an optimizer class: the groups go to the `HostAdamW` that exists."""
+
+    def __new__(cls, params: Any, *, host_adamw: HostAdamW, **hyperparameters: Any) -> HostAdamW:  # type: ignore[misc]
+        """Regroups and returns the existing optimizer; `__init__` does not run, it is of another class."""
+        host_adamw.regroup(params, **hyperparameters)
+        return host_adamw
+
+
+def _init_kwargs(args: Any) -> dict[str, Any]:
+    return dict(args.model_init_kwargs or {})
+
+
 @contextmanager
-def _loaded_on_host(args: GRPOConfig, applies: bool) -> Iterator[None]:
-    """Lets TRL load a model named by a string into host memory: by default it goes straight to the card, in fp32."""
-    if not applies:
-        yield
-        return
+def _restored_init_kwargs(args: GRPOConfig) -> Iterator[None]:
+    """Lets `model_init_kwargs` be replaced for the length of the construction."""
     original = args.model_init_kwargs
-    args.model_init_kwargs = {"device_map": None, **dict(original or {})}  # type: ignore[arg-type]
     try:
         yield
     finally:

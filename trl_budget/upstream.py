@@ -6,20 +6,24 @@ versions that were tested. `getattr` on upstream objects lives here and nowhere 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
+import re
 from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.utils.serialization.config as serialization_config
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import PretrainedConfig, Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_budget.errors import SettingsError, UpstreamMovedError
+from trl_budget.parameter_slots import SUPPORTED_DTYPES
 from trl_budget.placement import PlacementFacts
 
 TESTED_VERSIONS = {"trl": "1.16.0", "transformers": "5.17.0 and 5.24.0", "accelerate": "1.15.0"}
@@ -35,7 +39,7 @@ SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (Trainer, "_load_best_model", ()),
     (Trainer, "_save_optimizer_and_scheduler", ("output_dir",)),
     (Trainer, "_load_optimizer_and_scheduler", ("checkpoint",)),
-    (Accelerator, "prepare_optimizer", ("optimizer", "device_placement")),
+    (Accelerator, "prepare", ("device_placement",)),
 )
 _TORCH_SEAMS = (
     (torch._C, "_current_graph_task_id"),
@@ -72,7 +76,7 @@ def _moved(owner: type, method: str, needed: tuple[str, ...]) -> str | None:
     return f"{owner.__name__}.{method} takes no {', '.join(missing)}" if missing else None
 
 
-def check_model(model: Any, *, is_adapter: bool, quantization_config: Any) -> None:
+def check_model(model: Any, args: GRPOConfig | None, *, is_adapter: bool, quantization_config: Any) -> None:
     """Refuses models that no placement can train in full.
 
     Raises:
@@ -90,6 +94,8 @@ def check_model(model: Any, *, is_adapter: bool, quantization_config: Any) -> No
                 f"{len(on_meta)} parameters are on the meta device, the first is {on_meta[0]}. They have no values to "
                 "train. Load the model with real weights (`from_pretrained(..., device_map=None)`)."
             )
+    init_kwargs: Any = (args.model_init_kwargs if args is not None and isinstance(model, str) else None) or {}
+    quantization_config = quantization_config or init_kwargs.get("quantization_config")
     if (quantization_config is not None or getattr(model, "is_quantized", False)) and not is_adapter:
         raise SettingsError(
             "The policy's weights are quantized and no adapter was given. They have no gradients to step. "
@@ -98,14 +104,19 @@ def check_model(model: Any, *, is_adapter: bool, quantization_config: Any) -> No
 
 
 def placement_facts(
-    args: GRPOConfig, model: Any, optimizer: torch.optim.Optimizer | None, *, is_adapter: bool, is_on_host: bool
+    trainer_class: type,
+    args: GRPOConfig,
+    model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    is_adapter: bool,
+    is_on_host: bool,
 ) -> PlacementFacts:
     """Collects what `placement.py` decides from."""
     device = args.device
-    device_map = getattr(model, "hf_device_map", None) or {}
     full_eval = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)]
     return PlacementFacts(
-        optim=getattr(args.optim, "value", args.optim),
+        optim=optim_name(args),
         device_type=device.type,
         world_size=args.world_size,
         parallelism=_parallelism(args, model),
@@ -114,10 +125,52 @@ def placement_facts(
         fp16=bool(args.fp16),
         full_eval=full_eval[0] if full_eval else None,
         has_bf16_units=device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0),
-        is_split_over_devices=len(set(device_map.values())) > 1,
         user_optimizer=type(optimizer).__name__ if optimizer is not None else None,
         is_user_optimizer_on_host=is_on_host,
+        overrides_optimizer_class=overrides_optimizer_class(trainer_class),
     )
+
+
+def with_loaded_model(facts: PlacementFacts, model: nn.Module) -> PlacementFacts:
+    """Adds what only the loaded policy tells: its device map and its parameters."""
+    device_map = getattr(model, "hf_device_map", None) or {}
+    return dataclasses.replace(
+        facts,
+        is_split_over_devices=len(set(device_map.values())) > 1,
+        unserved_parameter=unserved_parameter(model, allow_fp16=facts.casts_policy),
+    )
+
+
+def optim_name(args: Any) -> str:
+    """The training arguments' `optim` as a plain string."""
+    return getattr(args.optim, "value", args.optim)
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside Accelerate's wrapper, or the optimizer itself."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def overrides_optimizer_class(trainer_class: type) -> bool:
+    """Whether a subclass chooses the optimizer's class itself."""
+    chosen = getattr(trainer_class, "get_optimizer_cls_and_kwargs", None)
+    return chosen is not Trainer.get_optimizer_cls_and_kwargs
+
+
+def unserved_parameter(model: nn.Module, *, allow_fp16: bool) -> str | None:
+    """What is wrong with the first trainable parameter that the host step cannot serve; None if all are fine.
+
+    Args:
+        model: the loaded policy.
+        allow_fp16: fp16 weights will be cast to bf16, with exact masters.
+    """
+    served = (*SUPPORTED_DTYPES, torch.float16) if allow_fp16 else SUPPORTED_DTYPES
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in served:
+            return f"{name} is {parameter.dtype}"
+        if parameter.requires_grad and not parameter.is_contiguous():
+            return f"{name} is not contiguous"
+    return None
 
 
 def _parallelism(args: GRPOConfig, model: Any) -> str | None:
@@ -137,8 +190,12 @@ def is_adapter_model(model: Any, peft_config: Any) -> bool:
 
 
 def kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
-    """Name parts of parameters that transformers itself keeps in fp32 when it loads the model as bf16."""
-    return tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    """Patterns of the parameter names that transformers itself keeps in fp32 when it loads the model as bf16.
+
+    Regular expressions that match whole, dotted parts of a name; transformers' own patterns use `*` for one part.
+    """
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return tuple(re.escape(pattern).replace(r"\*", r"[^.]*") for pattern in patterns)
 
 
 def model_id(config: PretrainedConfig) -> str:

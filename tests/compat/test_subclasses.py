@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ def test_create_optimizer_that_returns_another_torch_optimizer(tmp_path: Path) -
     stock_class, ours_class = (make_with_sgd(base) for base in BASES)
     results = []
     for trainer_class in (stock_class, ours_class):
-        trainer = make_trainer(trainer_class, tmp_path / trainer_class.__base__.__name__, max_steps=2, learning_rate=1.0)
+        trainer = make_trainer(
+            trainer_class, tmp_path / trainer_class.__base__.__name__, max_steps=2, learning_rate=1.0
+        )
         trainer.train()
         results.append((trainer, [p.detach().clone() for p in trainer.model.parameters()]))
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
@@ -124,10 +127,12 @@ def test_the_printed_table_does_not_claim_a_host_step_that_another_optimizer_doe
     assert "optimizer" not in {setting.name for setting in trainer.resolved_settings}
 
 
-def test_another_torch_optimizer_is_refused_once_the_policy_was_cast(tmp_path: Path) -> None:
+def test_another_torch_optimizer_is_refused_once_the_policy_was_cast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = make_trainer(make_with_sgd(BudgetGRPOTrainer), tmp_path, max_steps=1)
-    trainer._casts_policy = True  # what a CUDA device sets
-    with pytest.raises(SettingsError, match=r"create_optimizer returned a SGD.*optimizer_placement='device'"):
+    trainer._facts = dataclasses.replace(trainer._facts, device_type="cuda", bf16=True)  # where the policy is cast
+    with pytest.raises(SettingsError, match=r"chosen for training is a SGD.*optimizer_placement='device'"):
         trainer.train()
 
 

@@ -13,6 +13,7 @@ from compat_pairs import (
     assert_equal,
     assert_works,
     budget_trainer,
+    facts_of,
     placement,
     reason,
     without_times,
@@ -32,7 +33,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, HostAdamW, SettingsError
 from trl_budget.placement import PlacementFacts, resolve_optimizer_placement
-from trl_budget.upstream import placement_facts
 
 # Launches and arguments that only placement sees: stock itself refuses to build most of them in one CPU process.
 
@@ -70,7 +70,7 @@ def test_host_is_refused_when_launched_with(launch: tuple[BudgetGRPOConfig, str]
 
 def test_auto_is_stock_when_launched_with(launch: tuple[BudgetGRPOConfig, str]) -> None:
     args, name = launch
-    facts = placement_facts(args, tiny_model(), None, is_adapter=False, is_on_host=False)
+    facts = facts_of(args, tiny_model())
     resolved = resolve_optimizer_placement("auto", facts)
     assert resolved.value == "device" and name in resolved.reason
 
@@ -98,7 +98,7 @@ def test_a_model_sharded_at_load_time_is_left_to_stock(tmp_path: Path) -> None:
         is_distributed_loading_by_transformers = True
 
     args = BudgetGRPOConfig(str(tmp_path), **BASE_SETTINGS)
-    facts = placement_facts(args, Sharded(2, 2), None, is_adapter=False, is_on_host=False)
+    facts = facts_of(args, Sharded(2, 2))
     assert resolve_optimizer_placement("auto", facts).value == "device"
 
 
@@ -294,6 +294,20 @@ def test_a_host_adamw_of_the_user_equals_torch_adamw_in_stock(tmp_path: Path, tr
         assert reason(ours) == "optimizers= holds a HostAdamW"
 
 
+def test_a_host_adamw_of_some_parameters_equals_torch_adamw(tmp_path: Path) -> None:
+    """The others keep their gradients, which stock's clipping counts."""
+    trainers = []
+    for base, settings in ((GRPOTrainer, {"fused": True}), (BudgetGRPOTrainer, {})):
+        model = tiny_model()
+        optimizer_class = HostAdamW if base is BudgetGRPOTrainer else torch.optim.AdamW
+        optimizer = optimizer_class(model.model.layers[1].parameters(), lr=1e-3, **settings)
+        kwargs = {"model": model, "optimizers": (optimizer, None)}
+        trainer = make_trainer(base, tmp_path / base.__name__, trainer_kwargs=kwargs, max_steps=2)
+        trainer.train()
+        trainers.append(trainer)
+    assert_equal(*trainers)
+
+
 # Data
 
 
@@ -351,9 +365,8 @@ def test_args_none_equals_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def run(trainer: Any) -> None:
         trainer.generation_config.max_new_tokens = 4
-        trainer.args.max_steps = 1
+        trainer.args.max_steps = 3
         trainer.args.logging_steps = 1
-        trainer.args.learning_rate = 1e-3
         trainer.train()
 
     kwargs = {"args": None, "train_dataset": digit_dataset(1)}

@@ -146,3 +146,30 @@ def test_writes_through_data_are_adopted() -> None:
     optimizer.step()
     assert torch.equal(parameters[3].detach().cpu(), written)
     assert torch.equal(optimizer.state[parameters[3]]["master_weights"].to(torch.bfloat16), written)
+
+
+def test_a_gradient_that_is_not_contiguous_is_read_right() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4096, 2048, device="cuda", dtype=torch.bfloat16))
+    optimizer = HostAdamW([parameter])
+    for repeat in range(5):
+        generator = torch.Generator("cuda").manual_seed(repeat)
+        parameter.grad = torch.randn(2048, 4096, device="cuda", generator=generator).to(torch.bfloat16).t()
+        expected = parameter.grad.float().cpu()
+        assert torch.equal(optimizer.gradient(parameter), expected)
+        optimizer.zero_grad()
+
+
+def test_page_locked_slabs_are_not_copied_by_fork() -> None:
+    parameters = cuda_parameters()
+    optimizer = HostAdamW(parameters)
+    address = optimizer.state[parameters[-1]]["exp_avg"].data_ptr()
+    with open("/proc/self/smaps") as smaps:
+        flags: dict[int, str] = {}
+        start = stop = 0
+        for line in smaps:
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                start, stop = (int(part, 16) for part in head.split("-"))
+            if head == "VmFlags:" and start <= address < stop:
+                flags[start] = line
+    assert " dc" in next(iter(flags.values()))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny import byte_tokenizer, make_trainer, save_tiny_model, tiny_model
+from tiny import byte_tokenizer, digit_dataset, make_trainer, save_tiny_model, tiny_model
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -155,3 +155,43 @@ def test_a_bf16_card_trains_gradient_checkpointing_generation_and_saving(tmp_pat
     for (name, p), q in zip(trainer.model.named_parameters(), loaded.parameters(), strict=True):
         assert q.dtype == torch.bfloat16
         assert torch.equal(p.detach().cpu(), q), name
+
+
+def test_training_never_puts_optimizer_state_on_the_card(tmp_path: Path) -> None:
+    model = tiny_model(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=model, **{**ON_GPU, "max_steps": 2})
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    trainer.train()
+    growth = torch.cuda.max_memory_allocated() - start
+    assert growth < 5 * num_parameters, "bf16 gradients are 2 bytes a parameter; masters and moments would be 12 more"
+
+
+def test_the_reference_model_starts_as_the_policy_so_the_first_kl_is_zero(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    settings = {"beta": 0.1, "model_init_kwargs": {"dtype": "float32"}, "max_steps": 2}
+    trainer = train(BudgetGRPOTrainer, tmp_path, model=folder, **settings)
+    assert trainer.state.log_history[0]["kl"] == 0.0
+    assert trainer.state.log_history[1]["kl"] != 0.0
+
+
+def test_a_model_that_is_on_the_card_already_gives_the_same_masters(tmp_path: Path) -> None:
+    original = {name: p.detach().clone() for name, p in tiny_model().named_parameters()}
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model().cuda(), **ON_GPU)
+    for name, p in trainer.model.named_parameters():
+        assert torch.equal(trainer._host_adamw.state[p]["master_weights"], original[name])
+    trainer.train()
+
+
+def test_evaluating_first_saving_weights_only_and_resuming(tmp_path: Path) -> None:
+    settings = {**ON_GPU, "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    kwargs = {"eval_dataset": digit_dataset(4)}
+    first = make_trainer(BudgetGRPOTrainer, tmp_path, trainer_kwargs=kwargs, **settings)
+    first.evaluate()
+    first.train()
+    resumed = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(seed=1), **{**settings, "max_steps": 3})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for (name, p), q in zip(first.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert (p - q).abs().max().item() <= 10 * first.args.learning_rate, name

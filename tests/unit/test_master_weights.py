@@ -59,3 +59,24 @@ def test_captured_masters_count_as_host_memory_once() -> None:
     model = nn.Linear(64, 64, bias=False)
     masters = capture_master_weights(model, pin=False)
     assert HostAdamW(model.parameters(), master_weights=masters).host_bytes == 16 * 64 * 64
+
+
+class _KeepsSome(torch.nn.Module):
+    """Names as transformers' `_keep_in_fp32_modules_strict` has them: a part, a dotted pair, a pattern."""
+
+    _keep_in_fp32_modules_strict = ("router", "mlp.gate.weight", "norm*")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("router", "gate", "norm1", "norouter"):
+            self.add_module(name, torch.nn.Linear(2, 2, bias=False))
+        self.mlp = torch.nn.Module()
+        self.mlp.gate = torch.nn.Linear(2, 2, bias=False)
+        self.mlp.gate_proj = torch.nn.Linear(2, 2, bias=False)
+
+
+def test_parameters_that_transformers_keeps_in_fp32_stay_fp32() -> None:
+    model = _KeepsSome()
+    capture_master_weights(model, pin=False)
+    kept = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"router.weight", "norm1.weight", "mlp.gate.weight"}

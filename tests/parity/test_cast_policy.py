@@ -1,0 +1,173 @@
+"""The policy that CUDA gets, bf16 compute weights cast from fp32 masters, exercised on the CPU.
+
+Only the placement facts are replaced; everything after them is the code that a GPU runs, but for copies and pinning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import digit_dataset, make_trainer, save_tiny_model, tiny_model
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from trl_budget import BudgetGRPOTrainer, upstream
+
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "cosine"}
+
+
+@pytest.fixture(autouse=True)
+def _facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = upstream.placement_facts
+    monkeypatch.setattr(
+        upstream,
+        "placement_facts",
+        lambda *args, **kwargs: dataclasses.replace(collect(*args, **kwargs), device_type="cuda", bf16=True),
+    )
+
+
+def masters(trainer: Any) -> dict[str, torch.Tensor]:
+    state = trainer._host_adamw.state
+    return {n: state[p]["master_weights"].clone() for n, p in trainer.model.named_parameters() if p in state}
+
+
+def assert_compute_is_cast(trainer: Any) -> None:
+    for name, master in masters(trainer).items():
+        p = trainer.model.get_parameter(name)
+        assert torch.equal(p.detach(), master.to(p.dtype)), name
+
+
+class CheckEveryStep(TrainerCallback):
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.steps = 0
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert_compute_is_cast(self.trainer)
+        self.steps += 1
+
+
+def test_masters_are_the_fp32_weights_and_compute_weights_their_cast_after_every_step(tmp_path: Path) -> None:
+    model = tiny_model()
+    original = {name: p.detach().clone() for name, p in model.named_parameters()}
+    check = CheckEveryStep()
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=model, trainer_kwargs={"callbacks": [check]})
+    check.trainer = trainer
+    assert all(torch.equal(master, original[name]) for name, master in masters(trainer).items())
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight
+    trainer.train()
+    assert check.steps == 5
+    assert any(not torch.equal(master, original[name]) for name, master in masters(trainer).items())
+
+
+@pytest.mark.parametrize("model_init_kwargs", [None, {"dtype": "float32"}], ids=["default dtype", "float32"])
+def test_the_reference_model_starts_as_the_policy_so_the_first_kl_is_zero(
+    tmp_path: Path, model_init_kwargs: dict[str, Any] | None
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    settings = {"beta": 0.1, "model_init_kwargs": model_init_kwargs, "max_steps": 2}
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=folder, **settings)
+    assert {p.dtype for p in trainer.ref_model.parameters()} == {torch.bfloat16}
+    assert trainer.args.model_init_kwargs == model_init_kwargs
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == 0.0
+    assert trainer.state.log_history[1]["kl"] != 0.0
+
+
+def test_cast_lm_head_to_fp32_gets_the_fp32_values_back(tmp_path: Path) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    original = model.lm_head.weight.detach().clone()
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=model, cast_lm_head_to_fp32=True)
+    assert torch.equal(trainer.model.lm_head.weight.detach(), original)
+    trainer.train()
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+    assert_compute_is_cast(trainer)
+
+
+def test_resume_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+    whole = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(), **CHECKPOINTS)
+    whole.train()
+    resumed = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(seed=1), **CHECKPOINTS)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, master in masters(whole).items():
+        assert torch.equal(masters(resumed)[name], master), name
+        p, q = whole.model.get_parameter(name), resumed.model.get_parameter(name)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(whole._host_adamw.state[p][key], resumed._host_adamw.state[q][key]), (name, key)
+
+
+def with_own_create_optimizer(base: type) -> type:
+    class Mine(base):
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            return super().create_optimizer(model)
+
+    return Mine
+
+
+@pytest.mark.parametrize("trainer_class", [BudgetGRPOTrainer, with_own_create_optimizer(BudgetGRPOTrainer)])
+def test_weights_resumed_without_optimizer_state_are_trained_on(tmp_path: Path, trainer_class: type) -> None:
+    settings = {**CHECKPOINTS, "save_only_model": True}
+    first = make_trainer(trainer_class, tmp_path, model=tiny_model(), **settings)
+    first.train()
+    saved = {n: p.detach().clone() for n, p in first.model.named_parameters()}
+    resumed = make_trainer(trainer_class, tmp_path, model=tiny_model(seed=1), **{**settings, "max_steps": 5})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for name, p in resumed.model.named_parameters():
+        assert (p - saved[name]).abs().max() <= 10 * first.args.learning_rate, name  # one step away, not a model away
+
+
+class AtTheStart(TrainerCallback):
+    """Keeps the optimizer's state as it is when the first resumed step begins."""
+
+    def __init__(self) -> None:
+        self.state: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        entries = kwargs["optimizer"].optimizer.state
+        ordered = [p for group in kwargs["optimizer"].param_groups for p in group["params"]]
+        self.state = {i: {k: v.clone() for k, v in entries[p].items()} for i, p in enumerate(ordered)}
+
+
+def test_an_fp32_checkpoint_of_stock_trl_gives_the_masters_all_their_bits(tmp_path: Path) -> None:
+    make_trainer(GRPOTrainer, tmp_path, model=tiny_model(), **CHECKPOINTS).train()
+    start = AtTheStart()
+    kwargs = {"callbacks": [start]}
+    ours = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(seed=1), trainer_kwargs=kwargs, **CHECKPOINTS)
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    weights = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    saved = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"]
+    names = {p: name for name, p in ours.model.named_parameters()}
+    ordered = [names[p] for group in ours.optimizer.param_groups for p in group["params"]]
+    for index, name in enumerate(ordered):
+        assert torch.equal(start.state[index]["master_weights"], weights[name]), name
+        assert torch.equal(start.state[index]["exp_avg"], saved[index]["exp_avg"]), name
+
+
+def test_evaluating_first_and_training_twice(tmp_path: Path) -> None:
+    kwargs = {"eval_dataset": digit_dataset(4)}
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(), max_steps=2, trainer_kwargs=kwargs)
+    assert trainer.evaluate()["eval_loss"] is not None
+    trainer.train()
+    assert trainer.optimizer.optimizer is trainer._host_adamw, (
+        "wrapped twice, Accelerate moves the state to the device"
+    )
+    after_first = masters(trainer)
+    trainer.train()
+    assert any(not torch.equal(master, after_first[name]) for name, master in masters(trainer).items())
+    assert_compute_is_cast(trainer)
+
+
+def test_saving_writes_the_bf16_policy(tmp_path: Path) -> None:
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(), max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = type(trainer.model).from_pretrained(tmp_path / "saved", dtype="auto")
+    for (name, p), q in zip(trainer.model.named_parameters(), loaded.parameters(), strict=True):
+        assert q.dtype == torch.bfloat16
+        assert torch.equal(p.detach(), q.detach()), name
