@@ -195,7 +195,7 @@ def _pageable(mode: str, model: Any) -> Any:
 
 
 def _time_gradient_copies(trainer: Any, times: PhaseTimes) -> None:
-    accumulator = trainer._host_adamw._accumulator
+    accumulator = trainer._host_adamw._gradients.accumulator
     drain = accumulator.drain
 
     def timed(slots: Any) -> None:

@@ -22,8 +22,8 @@ from torch.optim.adamw import adamw
 
 from trl_budget.compute_weights import ComputeWeights
 from trl_budget.errors import NonFiniteGradientError, SettingsError
-from trl_budget.grad_offload import BackwardEndHook, GradientAccumulator, check_gradient
-from trl_budget.gradient_norm import total_norm
+from trl_budget.grad_offload import BackwardEndHook, GradientAccumulator
+from trl_budget.host_gradients import HostGradients
 from trl_budget.optimizer_state import (
     UNSERVED_FLAGS,
     check_arguments,
@@ -97,12 +97,10 @@ class HostAdamW(torch.optim.Optimizer):
         self._slots: dict[Parameter, ParameterSlot] = {}
         self._host_state = HostState(pin_memory=pin_memory)
         self._engines = CopyEngines(pin=pin_memory)
-        self._accumulator = GradientAccumulator(self._engines)
+        self._gradients = HostGradients(self._slots, GradientAccumulator(self._engines))
         self._compute_weights = ComputeWeights(self._engines)
-        self._hook = BackwardEndHook(weakref.WeakMethod(self._on_backward_end))
+        self._hook = BackwardEndHook(weakref.WeakMethod(self._collect_gradients))
         weakref.finalize(self, self._hook.detach).atexit = False
-        self._scratch = torch.empty(0)
-        self._gradient_norm: Tensor | None = None
         self._is_built = False
         super().__init__(
             params, torch_defaults(implementation, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -160,17 +158,11 @@ class HostAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the running step, or sets them to zero, on the device and in the accumulators."""
         super().zero_grad(set_to_none)
-        if set_to_none:
-            self._forget_gradients()
-            return
-        for slot in self._slots.values():
-            if slot.accumulator is not None:
-                slot.accumulator.zero_()
-                slot.clip_coefficient = None
+        self._gradients.zero(set_to_none)
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The fp32 host gradient summed so far, clipping included, or None. Valid until the next backward or step."""
-        self._drain_gradients()
+        self._collect_gradients()
         self._slots[parameter].scale_accumulator()
         return self._slots[parameter].gradient
 
@@ -189,59 +181,13 @@ class HostAdamW(torch.optim.Optimizer):
         Returns:
             fp32 scalar on the host: the norm before clipping.
         """
-        self._drain_gradients()
+        self._collect_gradients()
         chosen = self._parameters() if parameters is None else parameters
-        gradients: dict[Tensor, Tensor] = {}
-        for parameter in [chosen] if isinstance(chosen, Tensor) else chosen:
-            slot = self._slots.get(cast(Parameter, parameter))
-            if slot is not None:
-                slot.scale_accumulator()
-            gradient = parameter.grad if slot is None else slot.gradient
-            if gradient is not None:
-                gradients[parameter] = gradient
-        norm = total_norm([gradient.to("cpu", torch.float32) for gradient in gradients.values()])
-        filled = {slot.parameter for slot in self._slots.values() if slot.gradient is not None}
-        if gradients.keys() == filled:
-            self._gradient_norm = norm
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if not math.isfinite(norm.item()) or coefficient.item() == 1.0:  # a factor of 1 changes no bit
-            return norm
-        for parameter, gradient in gradients.items():
-            slot = self._slots.get(cast(Parameter, parameter))
-            if slot is None or slot.is_in_place:
-                gradient.mul_(coefficient.to(gradient.device))
-            else:
-                slot.clip_coefficient = coefficient  # applied block by block in `step`, while in cache
-        return norm
+        return self._gradients.clip(max_norm, [chosen] if isinstance(chosen, Tensor) else chosen)
 
-    def _on_backward_end(self) -> None:
-        self._gradient_norm = None
-        self._drain_gradients()
-
-    def _drain_gradients(self) -> None:
+    def _collect_gradients(self) -> None:
         self._build_slots()
-        pending = [slot for slot in self._slots.values() if slot.parameter.grad is not None]
-        for slot in pending:
-            check_gradient(slot)
-        separate = [slot for slot in pending if not slot.is_in_place]
-        if separate:
-            self._gradient_norm = None
-            for slot in separate:
-                slot.scale_accumulator()
-            self._accumulator.drain(separate)
-
-    def _measure_norm(self) -> Tensor:
-        """The norm over everything `step` will use. Measured again where user code can reach the gradients."""
-        gradients = [slot.gradient for slot in self._slots.values() if slot.gradient is not None]
-        is_reachable = any(slot.is_in_place for slot in self._slots.values())
-        if self._gradient_norm is None or is_reachable:
-            return total_norm(gradients)
-        return self._gradient_norm
-
-    def _forget_gradients(self) -> None:
-        for slot in self._slots.values():
-            slot.forget_gradient()
-        self._gradient_norm = None
+        self._gradients.drain()
 
     # Stepping
 
@@ -256,8 +202,8 @@ class HostAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._drain_gradients()
-        norm = self._measure_norm().item()
+        self._collect_gradients()
+        norm = self._gradients.norm().item()
         if not math.isfinite(norm):
             self._skip_step(norm)
             return loss
@@ -266,7 +212,7 @@ class HostAdamW(torch.optim.Optimizer):
         self._begin_upload()
         stepped = [slot for group in self.param_groups for slot in self._step_group(group)]
         self._finish_upload(stepped)
-        self._forget_gradients()
+        self._gradients.forget()
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> list[ParameterSlot]:
@@ -288,20 +234,12 @@ class HostAdamW(torch.optim.Optimizer):
         state = [tensor.view(-1) for tensor in (slot.master_weights, slot.exp_avg, slot.exp_avg_sq)]
         for start in range(0, gradient_of_parameter.numel(), BLOCK_ELEMENTS):
             master, exp_avg, exp_avg_sq = (tensor[start : start + BLOCK_ELEMENTS] for tensor in state)
-            gradient = self._clipped(slot, gradient_of_parameter[start : start + BLOCK_ELEMENTS])
+            gradient = self._gradients.clipped(slot, gradient_of_parameter[start : start + BLOCK_ELEMENTS])
             # A copy of the step, which torch's function advances once for each call, hence for each block.
             adamw([master], [gradient], [exp_avg], [exp_avg_sq], [], [slot.step.clone()], **settings)
             if not slot.is_in_place:
                 self._compute_weights.write(slot, start, start + master.numel())
         slot.step += 1
-
-    def _clipped(self, slot: ParameterSlot, block: Tensor) -> Tensor:
-        """The block times the pending coefficient, in a buffer: the accumulator is not written again."""
-        if slot.clip_coefficient is None:
-            return block
-        if self._scratch.numel() == 0:
-            self._scratch = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32)
-        return torch.mul(block, slot.clip_coefficient, out=self._scratch[: block.numel()])
 
     def _skip_step(self, norm: float) -> None:
         self.num_consecutive_skipped_steps += 1
@@ -316,7 +254,7 @@ class HostAdamW(torch.optim.Optimizer):
             f", the first is {bad[0]}" if bad else "",
             self.num_consecutive_skipped_steps,
         )
-        self._forget_gradients()
+        self._gradients.forget()
         if self.num_consecutive_skipped_steps >= MAX_CONSECUTIVE_SKIPPED_STEPS:
             raise NonFiniteGradientError(
                 f"{self.num_consecutive_skipped_steps} optimizer steps in a row had a gradient norm of {norm}. The "
@@ -471,7 +409,7 @@ class HostAdamW(torch.optim.Optimizer):
             if parameter in self._slots:
                 load_slot(self._slots[parameter], loaded.get(index))
         self._refresh(self._separate_slots())
-        self._forget_gradients()
+        self._gradients.forget()
 
 
 def _claim(names: Mapping[Parameter, str], owner: HostAdamW) -> None:

@@ -1,0 +1,106 @@
+"""The fp32 host gradients of the running step: collected, measured, clipped, forgotten.
+
+Norm and clipping have the bits of `torch.nn.utils.clip_grad_norm_` over the same fp32 tensors. Accumulators are scaled
+late, block by block, while the step has them in cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from trl_budget.grad_offload import GradientAccumulator, check_gradient
+from trl_budget.gradient_norm import total_norm
+from trl_budget.parameter_slots import ParameterSlot
+
+
+class HostGradients:
+    """Gradients of a set of slots.
+
+    Args:
+        slots: the optimizer's slots; a live view, slots may be added and dropped.
+        accumulator: moves `parameter.grad` to the host.
+    """
+
+    def __init__(self, slots: Mapping[Parameter, ParameterSlot], accumulator: GradientAccumulator) -> None:
+        self._slots = slots
+        self.accumulator = accumulator
+        self._norm: Tensor | None = None
+        self._scratch = torch.empty(0)
+
+    def drain(self) -> None:
+        """Moves every pending `parameter.grad` to its accumulator; gradients of in-place slots stay where they are."""
+        pending = [slot for slot in self._slots.values() if slot.parameter.grad is not None]
+        for slot in pending:
+            check_gradient(slot)
+        separate = [slot for slot in pending if not slot.is_in_place]
+        if separate:
+            self._norm = None
+            for slot in separate:
+                slot.scale_accumulator()
+            self.accumulator.drain(separate)
+
+    def norm(self) -> Tensor:
+        """The norm over everything a step would use. Measured again where user code can reach the gradients."""
+        is_reachable = any(slot.is_in_place for slot in self._slots.values())
+        if self._norm is None or is_reachable:
+            return total_norm([slot.gradient for slot in self._slots.values() if slot.gradient is not None])
+        return self._norm
+
+    def clip(self, max_norm: float, parameters: Iterable[Tensor]) -> Tensor:
+        """Measures and scales the gradients of `parameters`, see `HostAdamW.clip_grad_norm_`."""
+        gradients = self._of(parameters)
+        norm = total_norm([gradient.to("cpu", torch.float32) for gradient in gradients.values()])
+        if gradients.keys() == {slot.parameter for slot in self._slots.values() if slot.gradient is not None}:
+            self._norm = norm
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if not math.isfinite(norm.item()) or coefficient.item() == 1.0:  # a factor of 1 changes no bit
+            return norm
+        for parameter, gradient in gradients.items():
+            slot = self._slots.get(cast(Parameter, parameter))
+            if slot is None or slot.is_in_place:
+                gradient.mul_(coefficient.to(gradient.device))
+            else:
+                slot.clip_coefficient = coefficient
+        return norm
+
+    def _of(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """The gradient of each parameter that has one, in the order given, with earlier clipping applied."""
+        gradients: dict[Tensor, Tensor] = {}
+        for parameter in parameters:
+            slot = self._slots.get(cast(Parameter, parameter))
+            if slot is not None:
+                slot.scale_accumulator()
+            gradient = parameter.grad if slot is None else slot.gradient
+            if gradient is not None:
+                gradients[parameter] = gradient
+        return gradients
+
+    def clipped(self, slot: ParameterSlot, block: Tensor) -> Tensor:
+        """A flat block of the slot's gradient times its pending coefficient, in a buffer that the next call reuses."""
+        if slot.clip_coefficient is None:
+            return block
+        if self._scratch.numel() < block.numel():
+            self._scratch = torch.empty(block.numel(), dtype=torch.float32)
+        return torch.mul(block, slot.clip_coefficient, out=self._scratch[: block.numel()])
+
+    def zero(self, set_to_none: bool) -> None:
+        """Forgets the accumulated gradients, or sets them to zero."""
+        if set_to_none:
+            self.forget()
+            return
+        for slot in self._slots.values():
+            if slot.accumulator is not None:
+                slot.accumulator.zero_()
+                slot.clip_coefficient = None
+
+    def forget(self) -> None:
+        """Marks every accumulator empty; `parameter.grad` is left alone."""
+        for slot in self._slots.values():
+            slot.forget_gradient()
+        self._norm = None
