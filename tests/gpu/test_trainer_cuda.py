@@ -121,7 +121,7 @@ def test_resume_equals_an_uninterrupted_run(tmp_path: Path) -> None:
             assert key == "step" or resumed._host_adamw.state[q][key].is_pinned()
 
 
-def test_deleting_the_trainer_frees_page_locked_memory_and_the_card(tmp_path: Path) -> None:
+def test_deleting_the_trainer_frees_page_locked_memory(tmp_path: Path) -> None:
     trainer = train(BudgetGRPOTrainer, tmp_path, model=tiny_model(hidden_size=512), max_steps=1)
     assert host_slab_bytes(pinned_only=True) > 0
     del trainer
