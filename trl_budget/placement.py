@@ -1,7 +1,7 @@
 """Decides where the optimizer lives: plain facts in, a value and its reason out.
 
-`auto` never refuses: what host placement cannot serve is trained as stock TRL does, and the reason is printed. An
-explicit `host` that cannot be served is an error at construction.
+Under `auto`, what host placement cannot serve is trained as stock TRL does, and the reason is printed. An explicit
+`host`, or a `HostAdamW` passed as the optimizer, that cannot be served is an error at construction.
 """
 
 from __future__ import annotations
