@@ -83,8 +83,8 @@ def checksum(parameter: Tensor) -> Tensor:
     """Three numbers over the values, on the parameter's device: `[3]`, int64. Reads the parameter three times.
 
     Wrapping sums of the bit patterns over rows and over columns, each weighted by its index so that exchanged rows,
-    columns and elements show, and a sum of the values. torch sums int32 into int32 without a copy; for int16, and in
-    its exclusive-or hash, it first makes a copy of eight bytes an element, 3 GB for the embedding of a 4B model.
+    columns and elements show, and a sum of the values. int32 words are summed into int32, which needs no widening:
+    torch widens int16 to eight bytes an element before it sums, 3 GB for the embedding of a 4B model.
     """
     values = parameter.detach()
     if values.numel() == 0:

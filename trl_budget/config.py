@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from trl_budget.errors import SettingsError
-from trl_budget.placement import OPTIMIZER_PLACEMENTS
+from trl_budget.placement import OPTIMIZER_PLACEMENTS, check_optimizer_placement
 
 
 @dataclass
@@ -37,11 +36,7 @@ class BudgetGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.optimizer_placement not in OPTIMIZER_PLACEMENTS:
-            raise SettingsError(
-                f"optimizer_placement={self.optimizer_placement!r} is not a placement. The optimizer is stepped "
-                f"on the device or on the host. Set optimizer_placement to one of {', '.join(OPTIMIZER_PLACEMENTS)}."
-            )
+        check_optimizer_placement(self.optimizer_placement)
 
 
 def budget_setting(args: GRPOConfig, name: str) -> str:

@@ -130,6 +130,19 @@ _OBSTACLES = (
 )
 
 
+def check_optimizer_placement(requested: str) -> None:
+    """Refuses anything but the three placements.
+
+    Raises:
+        SettingsError: names the value and the three.
+    """
+    if requested not in OPTIMIZER_PLACEMENTS:
+        raise SettingsError(
+            f"optimizer_placement={requested!r} is not a placement. The optimizer is stepped on the device or on the "
+            f"host. Set optimizer_placement to one of {', '.join(OPTIMIZER_PLACEMENTS)}."
+        )
+
+
 def resolve_optimizer_placement(requested: str, facts: PlacementFacts) -> ResolvedSetting:
     """Turns the `optimizer_placement` field into "host" or "device".
 
@@ -137,11 +150,7 @@ def resolve_optimizer_placement(requested: str, facts: PlacementFacts) -> Resolv
         SettingsError: "host" was asked for and cannot be served.
     """
     name = "optimizer_placement"
-    if requested not in OPTIMIZER_PLACEMENTS:
-        raise SettingsError(
-            f"optimizer_placement={requested!r} is not a placement. The optimizer is stepped on the device or on the "
-            f"host. Set optimizer_placement to one of {', '.join(OPTIMIZER_PLACEMENTS)}."
-        )
+    check_optimizer_placement(requested)
     if facts.is_user_optimizer_on_host and requested == "device":
         raise SettingsError(
             "optimizers= holds a HostAdamW, but optimizer_placement='device'. Stock clipping reads `parameter.grad`, "
