@@ -1,8 +1,8 @@
 """Copies between host and device that overlap with host arithmetic.
 
-The only module that issues `non_blocking` copies. Both directions go through a small ring of page-locked staging
-buffers on a stream of their own; a buffer is touched by the host only after the event behind its last copy.
-Bit-exact: bytes are moved, casts are torch's.
+The only module that issues `non_blocking` copies. Each direction has a stream of its own. Gradients come down through
+a small ring of page-locked staging buffers; a buffer is touched by the host only after the event behind its last copy.
+Masters go up as they are and are cast on the card. Bit-exact: bytes are moved, casts are torch's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from trl_budget.pinned import HostSlab
 DOWNLOAD_CHUNK_BYTES = 64 * 2**20
 UPLOAD_CHUNK_BYTES = 16 * 2**20
 DOWNLOAD_BUFFERS = 3
-UPLOAD_BUFFERS = 4
 
 
 @dataclass
@@ -44,7 +43,8 @@ class CopyEngine:
         self.download_stream = torch.cuda.Stream(device)
         self.upload_stream = torch.cuda.Stream(device)
         self._download_ring = _ring(DOWNLOAD_BUFFERS, DOWNLOAD_CHUNK_BYTES, "gradient staging", pin)
-        self._upload_ring = _ring(UPLOAD_BUFFERS, UPLOAD_CHUNK_BYTES, "weight staging", pin)
+        with torch.cuda.stream(self.upload_stream):
+            self._upload_staging = torch.empty(UPLOAD_CHUNK_BYTES, dtype=torch.uint8, device=device)
 
     def download(self, pieces: Iterable[tuple[Tensor, Callable[[Tensor], None]]]) -> None:
         """Copies flat device tensors to staging and hands each to its consumer, while the next ones are under way.
@@ -75,18 +75,18 @@ class CopyEngine:
         self.upload_stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """Casts flat host `source` to `target.dtype` in staging, then copies it to the flat device `target`.
+        """Copies the flat host `source` to the card and casts it there into the flat device `target`.
 
-        The host waits only when the ring is full. `source` may be overwritten as soon as this returns.
+        The host does not wait where `source` is page-locked, so `source` must keep its values until `finish_upload`.
+
+        Args:
+            source: at most `UPLOAD_CHUNK_BYTES`.
+            target: as many elements, of any dtype.
         """
-        buffer = self._upload_ring[0]
-        self._upload_ring.rotate(-1)
-        buffer.event.synchronize()
-        staged = buffer.view(target.dtype, target.numel())
-        staged.copy_(source)
         with torch.cuda.stream(self.upload_stream):
-            target.copy_(staged, non_blocking=True)
-            buffer.event.record(self.upload_stream)
+            staged = self._upload_staging.view(source.dtype)[: source.numel()]
+            staged.copy_(source, non_blocking=True)
+            target.copy_(staged)
 
     def finish_upload(self) -> None:
         """Blocks until every upload has landed; afterwards any stream reads the new values."""
