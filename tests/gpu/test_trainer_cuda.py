@@ -81,6 +81,7 @@ def test_a_model_named_by_a_string_reaches_the_card_as_bf16_only(tmp_path: Path)
     assert trainer.args.model_init_kwargs is None
 
 
+@pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
 @pytest.mark.parametrize("use_liger_kernel", [False, True])
 def test_fp32_compute_stays_within_rounding_of_stock(tmp_path: Path, use_liger_kernel: bool) -> None:
     if use_liger_kernel:
