@@ -7,10 +7,13 @@ is resolved once, when the trainer is built (`placement.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from trl import GRPOConfig
 
 from trl_budget.placement import OPTIMIZER_PLACEMENTS, check_optimizer_placement
+from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
+from trl_budget.row_layout import PADDING_FREE, check_max_tokens, check_padding_free
 
 
 @dataclass
@@ -22,6 +25,17 @@ class BudgetGRPOConfig(GRPOConfig):
             16 bytes of host memory per trainable parameter and none on the GPU, where the policy is bf16 only; a step
             costs host memory bandwidth instead of GPU time. "device": stock TRL. "auto": host for full-parameter
             training, device for adapters and for anything host cannot serve, with the reason printed.
+        max_tokens_per_microbatch: how many tokens one forward and backward pass holds at most; a longer row is a pass
+            of its own. A memory setting: `per_device_train_batch_size` and `gradient_accumulation_steps` keep deciding
+            what an optimizer step is. "auto": what the free device memory allows, for bf16 on CUDA. None: a pass is a
+            stock micro-batch. Fewer passes cost less time, above about 24,000 tokens little less.
+        padding_free: how the rows of a pass lie. "on": end to end, with varlen attention; nothing is spent on
+            padding. "off": padding is trimmed to the longest row of the pass. "stock": padded to the longest row of
+            the generation batch. "auto": on for bf16 on CUDA where the model can be packed, else off, with the
+            reason printed; "stock" elsewhere, since other shapes round differently.
+        reuse_old_logprobs: whether the separate old-log-prob pass that TRL runs with vLLM is skipped. "auto": where
+            the update's own forward gives the same log-probs, bit for bit. "require": an error where it does not.
+            "off": stock TRL.
     """
 
     optimizer_placement: str = field(
@@ -34,13 +48,45 @@ class BudgetGRPOConfig(GRPOConfig):
         },
     )
 
+    max_tokens_per_microbatch: int | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Tokens that one forward and backward pass holds at most: a number, 'auto' (what the device "
+            "memory allows), or None (a pass is one stock micro-batch). The training does not change with it.",
+        },
+    )
+    padding_free: str = field(
+        default="auto",
+        metadata={
+            "help": "How the rows of a pass lie: 'on' (end to end, varlen attention), 'off' (trimmed to the longest "
+            "row of the pass), 'stock' (padded as in TRL), or 'auto' (on for bf16 on CUDA, stock elsewhere).",
+            "choices": list(PADDING_FREE),
+        },
+    )
+    reuse_old_logprobs: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether the old-log-prob pass that TRL runs with vLLM is served from the update's own forward: "
+            "'auto' (where that is exact), 'require' (an error where it is not), or 'off' (stock TRL).",
+            "choices": list(REUSE_OLD_LOGPROBS),
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_optimizer_placement(self.optimizer_placement)
+        budget = self.max_tokens_per_microbatch
+        if isinstance(budget, str) and budget.isdecimal():
+            self.max_tokens_per_microbatch = int(budget)
+        elif isinstance(budget, str) and budget.lower() == "none":
+            self.max_tokens_per_microbatch = None
+        check_max_tokens(self.max_tokens_per_microbatch)
+        check_padding_free(self.padding_free)
+        check_reuse(self.reuse_old_logprobs)
 
 
-def budget_setting(args: GRPOConfig, name: str) -> str:
+def budget_setting(args: GRPOConfig, name: str) -> Any:
     """The value of one of this library's fields; its default where `args` is a plain `GRPOConfig`."""
     if isinstance(args, BudgetGRPOConfig):
         return vars(args)[name]
-    return str(next(f.default for f in fields(BudgetGRPOConfig) if f.name == name))
+    return next(f.default for f in fields(BudgetGRPOConfig) if f.name == name)

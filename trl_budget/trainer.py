@@ -31,12 +31,13 @@ from trl_budget.placement import (
     format_table,
     resolve_optimizer_placement,
 )
+from trl_budget.token_budget import TokenBudgetTrainer
 from trl_budget.version import __version__
 
 logger = logging.getLogger(__name__)
 
 
-class BudgetGRPOTrainer(GRPOTrainer):
+class BudgetGRPOTrainer(TokenBudgetTrainer):
     """Drop-in for `GRPOTrainer`: the same arguments, the same training, less GPU memory.
 
     Args:
@@ -83,7 +84,8 @@ class BudgetGRPOTrainer(GRPOTrainer):
                 training_args.model_init_kwargs = {**_init_kwargs(training_args), "device_map": None}
             super().__init__(*bound.args[1:], **bound.kwargs)
             self._build_host_adamw()
-        self.resolved_settings = [self._placement, *self._describe()]
+        passes = self._resolve_passes(optimizer_on_device=not self._is_host_placement)
+        self.resolved_settings = [self._placement, *self._describe(), *passes]
         self._print_settings()
 
     @property

@@ -19,7 +19,7 @@ import torch.utils.serialization.config as serialization_config
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import PretrainedConfig, Trainer
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_budget.errors import SettingsError, UpstreamMovedError
@@ -28,6 +28,10 @@ from trl_budget.placement import PlacementFacts
 
 TESTED_VERSIONS = {"trl": "1.16.0", "transformers": "5.17.0 and 5.24.0", "accelerate": "1.15.0"}
 
+_SCORING_PARAMETERS = (
+    *("model", "input_ids", "attention_mask", "logits_to_keep"),
+    *("batch_size", "compute_entropy", "compute_aux_loss"),
+)
 SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (GRPOTrainer, "__init__", ("model", "args", "optimizers", "peft_config", "quantization_config")),
     (Trainer, "_move_model_to_device", ("model", "device")),
@@ -40,6 +44,13 @@ SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (Trainer, "_save_optimizer_and_scheduler", ("output_dir",)),
     (Trainer, "_load_optimizer_and_scheduler", ("checkpoint",)),
     (Accelerator, "prepare", ("device_placement",)),
+    (Accelerator, "no_sync", ("model",)),
+    (GRPOTrainer, "compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch")),
+    (GRPOTrainer, "_compute_loss", ("model", "inputs")),
+    (GRPOTrainer, "_generate_and_score_completions", ("inputs",)),
+    (GRPOTrainer, "_get_per_token_logps_and_entropies", _SCORING_PARAMETERS),
+    (AttentionInterface, "register", ("key", "value")),
+    (AttentionMaskInterface, "register", ("key", "value")),
 )
 _TORCH_SEAMS = (
     (torch._C, "_current_graph_task_id"),
@@ -119,7 +130,7 @@ def placement_facts(
         optim=optim_name(args),
         device_type=device.type,
         world_size=args.world_size,
-        parallelism=_parallelism(args, model),
+        parallelism=parallelism(args, model),
         is_adapter=is_adapter,
         bf16=bool(args.bf16),
         fp16=bool(args.fp16),
@@ -173,7 +184,8 @@ def unserved_parameter(model: nn.Module, *, allow_fp16: bool) -> str | None:
     return None
 
 
-def _parallelism(args: GRPOConfig, model: Any) -> str | None:
+def parallelism(args: GRPOConfig, model: Any) -> str | None:
+    """What shards or wraps the weights, if the run was launched with it."""
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         return "FSDP"
     if args.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":

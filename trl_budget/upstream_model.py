@@ -1,0 +1,162 @@
+"""What the loaded policy and TRL's trainer tell about layout, memory and reuse. Reads, and one switch of attention.
+
+`getattr` on configs and layers lives here, as on other upstream objects in `upstream.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from trl_budget.activation_memory import ModelShape, tokens_that_fit
+from trl_budget.attention import DISPATCHED, PREFIX, dispatching_implementation, serves_windows
+from trl_budget.reuse import ReuseFacts
+from trl_budget.row_layout import LayoutFacts
+from trl_budget.upstream import parallelism
+
+_LOSS_METHODS = ("_compute_loss", "_get_per_token_logps_and_entropies")
+_SCORING_METHODS = (*_LOSS_METHODS, "_generate_and_score_completions")
+_TRAINING_MODE_LAYERS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+def layout_facts(trainer: Any, base: type) -> LayoutFacts:
+    """Collects what `row_layout.py` decides from.
+
+    Args:
+        trainer: constructed as far as `GRPOTrainer.__init__` goes.
+        base: the class whose loss methods count as not overridden.
+    """
+    model, args = trainer.model, trainer.args
+    config = model.config.get_text_config()
+    layer_types = frozenset(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return LayoutFacts(
+        device_type=args.device.type,
+        bf16=bool(args.bf16),
+        attention=(config._attn_implementation or "eager").removeprefix(PREFIX),
+        routes_attention=any(module._supports_attention_backend for module in pretrained),
+        is_multimodal=trainer._is_vlm or config is not model.config,
+        is_stateful=any(module._is_stateful for module in pretrained),
+        layer_types=layer_types,
+        rope_types=frozenset(_rope_types(config)),
+        soft_cap=getattr(config, "attn_logit_softcapping", None) is not None,
+        attention_dropout=float(getattr(config, "attention_dropout", 0.0) or 0.0),
+        has_window=window is not None or "sliding_attention" in layer_types,
+        serves_windows=serves_windows(args.device.type),
+        head_dims=frozenset(_head_dims(config)),
+        learns_prompt=any(c.is_prompt_learning for c in (getattr(model, "peft_config", None) or {}).values()),
+        num_devices=max(1, args.n_gpu),
+        parallelism=parallelism(args, model),
+        torch_compile=bool(args.torch_compile),
+        router_loss=bool(trainer.aux_loss_enabled),
+        top_entropy_quantile=trainer.top_entropy_quantile,
+        overrides=_overridden(type(trainer), base, _LOSS_METHODS),
+    )
+
+
+def reuse_facts(trainer: Any, base: type) -> ReuseFacts:
+    """Collects what `reuse.py` decides from.
+
+    Args:
+        trainer: constructed as far as `GRPOTrainer.__init__` goes.
+        base: the class whose scoring methods count as not overridden.
+    """
+    model, args = trainer.model, trainer.args
+    named = list(model.named_modules())
+    config = model.config.get_text_config()
+    dropout = [name for name, m in named if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+    dropout += [f"config.{key}" for key in ("attention_dropout", "router_jitter_noise") if getattr(config, key, 0)]
+    return ReuseFacts(
+        corrects_sampling=bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction),
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        steps_per_generation=args.steps_per_generation,
+        num_iterations=trainer.num_iterations,
+        dropout=tuple(dropout),
+        training_mode_layers=tuple(name for name, m in named if isinstance(m, _TRAINING_MODE_LAYERS)),
+        is_quantized=bool(getattr(model, "is_quantized", False)) or any(_is_quantized(m) for _, m in named),
+        merged_adapters=any(getattr(m, "merged_adapters", None) for _, m in named),
+        torch_compile=bool(args.torch_compile),
+        overrides=_overridden(type(trainer), base, _SCORING_METHODS),
+        parallelism=parallelism(args, model),
+    )
+
+
+def _overridden(trainer_class: type, base: type, methods: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in methods if getattr(trainer_class, name) is not getattr(base, name))
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return any(getattr(parameter, "quant_state", None) is not None for parameter in module.parameters(recurse=False))
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    def walk(parameters: Any) -> Iterator[str]:
+        if isinstance(parameters, dict):
+            if "rope_type" in parameters or "rope_theta" in parameters:
+                yield parameters.get("rope_type", "default")
+            for value in parameters.values():
+                yield from walk(value)
+
+    yield from walk(getattr(config, "rope_parameters", None))
+
+
+def _head_dims(config: Any) -> Iterator[int]:
+    yield getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in ("v_head_dim", "qk_head_dim", "global_head_dim"):
+        if getattr(config, name, None):
+            yield getattr(config, name)
+
+
+def enable_packed_attention(models: Iterable[nn.Module | None]) -> None:
+    """Adds packed rows to the attention of each model that uses one which can be dispatched; keeps it otherwise."""
+    for model in models:
+        for module in model.modules() if model is not None else ():
+            if isinstance(module, PreTrainedModel) and module.config._attn_implementation in DISPATCHED:
+                module.config._attn_implementation = dispatching_implementation(module.config._attn_implementation)
+
+
+def packs_rows(model: Any) -> bool:
+    """Whether the attention of a model, wrapped or not, takes packed rows."""
+    config = next(module.config for module in model.modules() if isinstance(module, PreTrainedModel))
+    implementation = config._attn_implementation or ""
+    return implementation.startswith((PREFIX, "flash_attention"))
+
+
+def model_shape(trainer: Any) -> ModelShape:
+    """What the policy's activations depend on."""
+    config = trainer.model.config.get_text_config()
+    head_dim = max(_head_dims(config))
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    expert_width = getattr(config, "moe_intermediate_size", None) or 0
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size, experts * expert_width),
+        query_width=config.num_attention_heads * head_dim,
+        key_width=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim,
+        vocabulary=config.vocab_size,
+        element_bytes=2 if trainer.args.bf16 else 4,
+        checkpoints=bool(trainer.args.gradient_checkpointing),
+    )
+
+
+def available_tokens(trainer: Any, shape: ModelShape, *, optimizer_on_device: bool) -> int:
+    """How many tokens a pass has device memory for, once the trainer is built.
+
+    Args:
+        trainer: its model is on the device, vLLM asleep or what it leaves free.
+        shape: the policy.
+        optimizer_on_device: whether moments will be allocated beside the gradients.
+    """
+    device = trainer.args.device
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    free = min(free, int(fraction * total) - reserved) + reserved - allocated
+    trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
+    return tokens_that_fit(free, trained * (3 if optimizer_on_device else 1), shape)
