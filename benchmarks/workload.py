@@ -80,17 +80,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left")
 
 
+def lengths_of(kind: str, scale: float = 1.0) -> list[int]:
+    """Completion lengths: workload `w`, `equal` ones of the same sum, or `one_long` of 16,384 tokens among 7 short."""
+    if kind == "w":
+        return completion_lengths(scale)
+    lengths = [MEAN_COMPLETION] * NUM_ROWS if kind == "equal" else [300] * 5 + [16_384] + [300] * 2
+    return [max(1, math.ceil(length * scale)) for length in lengths]
+
+
 class SuppliedRollouts:
     """TRL's `rollout_func`: the same fixed token ids at every step.
 
     Args:
         scale: factor on every length, to try the script on a small machine.
+        kind: of the lengths, see `lengths_of`.
     """
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale: float = 1.0, kind: str = "w") -> None:
         generator = random.Random(1)
         self.prompt_tokens = max(1, math.ceil(PROMPT_TOKENS * scale))
-        self.lengths = completion_lengths(scale)
+        self.lengths = lengths_of(kind, scale)
         self.prompts = [[generator.randrange(2, 258) for _ in range(self.prompt_tokens)] for _ in self.lengths]
         self.completions = [[generator.randrange(2, 258) for _ in range(length)] for length in self.lengths]
 

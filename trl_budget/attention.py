@@ -24,8 +24,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trl_budget.errors import UnservedAttentionError
+
 PREFIX = "trl_budget_"
 DISPATCHED = ("sdpa",)
+_UNSERVED = ("s_aux", "softcap", "position_bias")
 _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
 _is_packed: ContextVar[bool] = ContextVar("rows_are_packed", default=False)
 
@@ -83,7 +86,7 @@ def packed_attention(
     max_length_q: int,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **features: Any,
 ) -> Tensor:
     """Causal attention within each row of a pack.
 
@@ -95,10 +98,16 @@ def packed_attention(
         max_length_q: tokens of the longest row.
         scaling: factor on the scores, `D ** -0.5` when None.
         sliding_window: how many tokens a token sees, itself included.
+        **features: what else the model hands to its attention; what would change the result is refused.
 
     Returns:
         `[1, T, Hq, D]`.
+
+    Raises:
+        UnservedAttentionError: the model asks for attention sinks, soft-capping or a bias on the scores.
     """
+    if asked := [name for name in _UNSERVED if features.get(name) is not None]:
+        raise UnservedAttentionError(f"its attention uses {', '.join(asked)}, which varlen attention does not have")
     if query.is_cuda and torch.is_autocast_enabled("cuda"):  # varlen_attn is not on autocast's list, sdpa is
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None

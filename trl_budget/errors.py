@@ -18,3 +18,7 @@ class UpstreamMovedError(RuntimeError):
 
 class NonFiniteGradientError(RuntimeError):
     """Too many optimizer steps in a row were skipped because the gradient norm was infinite or NaN."""
+
+
+class UnservedAttentionError(NotImplementedError):
+    """The model's attention has a feature that packed rows would silently lose."""

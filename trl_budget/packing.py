@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Passes = list[tuple[int, ...]]
+RowLength = tuple[int, int]  # tokens of the prompt, tokens of the completion
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class PassCost:
     """What a pass costs on the device.
 
     Attributes:
-        is_packed: rows lie end to end; otherwise each is as long as the longest of its pass.
+        is_packed: rows lie end to end; otherwise each is as wide as the longest prompt and the longest completion of
+            its pass together.
         quadratic: cost of attention for a row of `n` tokens is `quadratic * n * n`, in units of the cost that one
             token has in the layers that are linear in the length.
     """
@@ -26,19 +28,23 @@ class PassCost:
     is_packed: bool
     quadratic: float = 0.0
 
-    def tokens(self, lengths: Sequence[int]) -> int:
+    def tokens(self, lengths: Sequence[RowLength]) -> int:
         """Tokens that the pass holds on the device, padding included."""
         if not lengths:
             return 0
-        return sum(lengths) if self.is_packed else len(lengths) * max(lengths)
+        if self.is_packed:
+            return sum(map(sum, lengths))
+        prompts, completions = zip(*lengths, strict=True)
+        return len(lengths) * (max(prompts) + max(completions))
 
-    def of_row(self, length: int) -> float:
+    def of_row(self, length: RowLength) -> float:
         """Time of one row, in tokens of the linear layers."""
-        return length + self.quadratic * length * length
+        tokens = sum(length)
+        return tokens + self.quadratic * tokens * tokens
 
 
 def plan_passes(
-    lengths: Sequence[Sequence[int]],
+    lengths: Sequence[Sequence[RowLength]],
     budget: int,
     cost: PassCost,
     *,
@@ -48,7 +54,7 @@ def plan_passes(
     """Distributes every rank's rows over passes.
 
     Args:
-        lengths: tokens of each row, by rank; rows `[m * micro_batch_size, (m + 1) * micro_batch_size)` are stock
+        lengths: each row's tokens, by rank; rows `[m * micro_batch_size, (m + 1) * micro_batch_size)` are stock
             micro-batch `m`.
         budget: tokens per pass. Only a single row, or a whole micro-batch that must not be cut, may exceed it.
         cost: how tokens and time of a pass are counted.
@@ -68,7 +74,7 @@ def plan_passes(
 
 
 def _plan_rank(
-    lengths: Sequence[int], budget: int, cost: PassCost, micro_batch_size: int, keeps_whole: bool
+    lengths: Sequence[RowLength], budget: int, cost: PassCost, micro_batch_size: int, keeps_whole: bool
 ) -> Passes:
     rows = range(len(lengths))
     micro_batches = [tuple(rows[start : start + micro_batch_size]) for start in range(0, len(rows), micro_batch_size)]
@@ -85,10 +91,10 @@ def _plan_rank(
     return by_micro_batch if len(by_micro_batch) <= len(by_row) else by_row
 
 
-def _fewest(units: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: int, cost: PassCost) -> Passes:
+def _fewest(units: Sequence[tuple[int, ...]], lengths: Sequence[RowLength], budget: int, cost: PassCost) -> Passes:
     if not cost.is_packed:
         return _by_length(units, lengths, budget, cost)
-    needed = max(1, -(-sum(lengths) // budget))
+    needed = max(1, -(-cost.tokens(lengths) // budget))
     for num_passes in range(min(needed, len(units)), len(units) + 1):
         passes = _largest_first(units, lengths, num_passes, budget, cost)
         if passes is not None:
@@ -97,7 +103,7 @@ def _fewest(units: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: in
 
 
 def _largest_first(
-    units: Sequence[tuple[int, ...]], lengths: Sequence[int], num_passes: int, budget: int, cost: PassCost
+    units: Sequence[tuple[int, ...]], lengths: Sequence[RowLength], num_passes: int, budget: int, cost: PassCost
 ) -> Passes | None:
     """Each unit, the costliest first, to the cheapest pass with room; None if one finds no room."""
     weights = [sum(cost.of_row(lengths[row]) for row in unit) for unit in units]
@@ -115,11 +121,11 @@ def _largest_first(
     return [tuple(sorted(rows)) for rows in passes]
 
 
-def _by_length(units: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: int, cost: PassCost) -> Passes:
+def _by_length(units: Sequence[tuple[int, ...]], lengths: Sequence[RowLength], budget: int, cost: PassCost) -> Passes:
     """Units of similar length together, where every row is padded to the longest of its pass."""
 
     def longest(unit: tuple[int, ...]) -> int:
-        return max(lengths[row] for row in unit)
+        return max(sum(lengths[row]) for row in unit)
 
     passes: list[list[int]] = []
     for unit in sorted(units, key=lambda unit: (-longest(unit), unit)):
@@ -131,7 +137,7 @@ def _by_length(units: Sequence[tuple[int, ...]], lengths: Sequence[int], budget:
 
 
 def _spread(
-    lengths: Sequence[int], passes: Passes, num_passes: int, budget: int, cost: PassCost, keeps_whole: bool
+    lengths: Sequence[RowLength], passes: Passes, num_passes: int, budget: int, cost: PassCost, keeps_whole: bool
 ) -> Passes:
     """The same rows in `num_passes` passes, with empty ones where there are too few rows."""
     if len(passes) == num_passes:

@@ -124,15 +124,12 @@ class WindowPasses:
 
     def _plan(self) -> tuple[Passes, int]:
         """This rank's passes, and how often the busiest rank calls the loss for their gradients."""
-        mask = torch.cat([self._rows["prompt_mask"], self._rows["completion_mask"]], dim=1)
-        lengths = mask.sum(1)
-        if self._settings.padded_columns:
-            lengths = torch.full_like(lengths, mask.shape[1])
         accelerator = self._owner.accelerator
+        lengths = _row_lengths(self._rows["prompt_mask"], self._rows["completion_mask"], self._settings)
         if accelerator.num_processes > 1:
             lengths = accelerator.gather(lengths)
         plans = plan_passes(
-            lengths.view(accelerator.num_processes, -1).tolist(),
+            lengths.view(accelerator.num_processes, -1, 2).tolist(),
             self._settings.max_tokens,
             self._settings.cost,
             micro_batch_size=self._micro_batch_size,
@@ -210,6 +207,7 @@ def score_in_passes(
     score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
     input_ids: Tensor,
     attention_mask: Tensor,
+    logits_to_keep: int,
     settings: PassSettings,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies without gradient, in passes of the same budget.
@@ -218,17 +216,25 @@ def score_in_passes(
         score: runs some rows' ids and mask, `[rows, L]`; returns log-probs and entropies or None, `[rows, C]`.
         input_ids: `[B, L]`.
         attention_mask: `[B, L]`.
+        logits_to_keep: `C`, the columns that hold completions.
         settings: as for the update.
 
     Returns:
         Log-probs and entropies, `[B, C]`.
     """
-    lengths = attention_mask.sum(1)
-    if settings.padded_columns:
-        lengths = torch.full_like(lengths, attention_mask.shape[1])
+    prompt_columns = attention_mask.shape[1] - logits_to_keep
+    lengths = _row_lengths(attention_mask[:, :prompt_columns], attention_mask[:, prompt_columns:], settings)
     plan = plan_passes([lengths.tolist()], settings.max_tokens, settings.cost, micro_batch_size=1)[0]
     order = torch.tensor([row for rows in plan for row in rows], device=input_ids.device)
     parts = [score(input_ids[rows], attention_mask[rows]) for rows in map(list, plan)]
     back = torch.argsort(order)
     entropies = [entropy for _, entropy in parts if entropy is not None]
     return torch.cat([logps for logps, _ in parts])[back], torch.cat(entropies)[back] if entropies else None
+
+
+def _row_lengths(prompt_mask: Tensor, completion_mask: Tensor, settings: PassSettings) -> Tensor:
+    """`[B, 2]`, int64: the columns that each row takes for its prompt and its completion."""
+    masks = (prompt_mask, completion_mask)
+    if settings.padded_columns:
+        return torch.stack([torch.full_like(mask[:, 0], mask.shape[1], dtype=torch.long) for mask in masks], dim=1)
+    return torch.stack([mask.sum(1) for mask in masks], dim=1)

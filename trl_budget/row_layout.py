@@ -47,6 +47,7 @@ class LayoutFacts:
         router_loss: whether the router's load-balancing loss is trained.
         top_entropy_quantile: the training arguments' value.
         overrides: loss methods that a subclass overrides.
+        packing_fault: what a trial run of packed rows found wrong.
     """
 
     device_type: str
@@ -69,16 +70,12 @@ class LayoutFacts:
     router_loss: bool = False
     top_entropy_quantile: float = 1.0
     overrides: tuple[str, ...] = ()
+    packing_fault: str | None = None
 
     @property
     def rounds_already(self) -> bool:
         """Whether other shapes may change the rounding: bf16 on CUDA. fp32 and the CPU keep stock's bits."""
         return self.device_type == "cuda" and self.bf16
-
-    @property
-    def needs_stock_batches(self) -> bool:
-        """Whether something outside the trainer counts on the shape of the padded batch."""
-        return self.num_devices > 1 or self.parallelism is not None
 
 
 @dataclass(frozen=True)
@@ -122,6 +119,7 @@ _PACKING_OBSTACLES = (
         lambda f: f"head sizes {sorted(f.head_dims)}: varlen attention takes one size, a multiple of 8 up to 256",
     ),
     _Obstacle(lambda f: f.learns_prompt, lambda f: "the adapter prepends virtual tokens to every row"),
+    _Obstacle(lambda f: f.packing_fault is not None, lambda f: str(f.packing_fault)),
 )
 
 

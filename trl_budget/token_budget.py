@@ -8,6 +8,7 @@ every bit is kept.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,10 @@ class TokenBudgetTrainer(GRPOTrainer):
         layout = resolve_layout(budget_setting(self.args, "padding_free"), facts)
         if layout.value == PACKED:
             upstream.enable_packed_attention([self.model, self.ref_model])
+            fault = upstream.packing_trial(self)
+            layout = resolve_layout(
+                budget_setting(self.args, "padding_free"), dataclasses.replace(facts, packing_fault=fault)
+            )
         shape = upstream.model_shape(self)
         tokens, max_tokens = resolve_max_tokens(
             budget_setting(self.args, "max_tokens_per_microbatch"),
@@ -114,7 +119,9 @@ class TokenBudgetTrainer(GRPOTrainer):
         has_images = any(value is not None for value in forward_kwargs.values())
         is_free = not torch.is_grad_enabled() and not has_images and not compute_aux_loss
         if self._pass_settings is not None and is_free:
-            passed = score_in_passes(lambda *rows: score(*rows)[:2], input_ids, attention_mask, self._pass_settings)
+            passed = score_in_passes(
+                lambda *rows: score(*rows)[:2], input_ids, attention_mask, logits_to_keep, self._pass_settings
+            )
             result = (*passed, None)
         else:
             result = score(input_ids, attention_mask, batch_size, **forward_kwargs)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from trl_budget.activation_memory import ModelShape, tokens_that_fit
 from trl_budget.attention import DISPATCHED, PREFIX, dispatching_implementation, serves_windows
+from trl_budget.packing_trial import packing_fault
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.upstream import parallelism
@@ -125,6 +126,13 @@ def packs_rows(model: Any) -> bool:
     config = next(module.config for module in model.modules() if isinstance(module, PreTrainedModel))
     implementation = config._attn_implementation or ""
     return implementation.startswith((PREFIX, "flash_attention"))
+
+
+def packing_trial(trainer: Any) -> str | None:
+    """What a trial run of packed rows found wrong, or None."""
+    config = trainer.model.config.get_text_config()
+    is_routed = bool(getattr(config, "num_experts_per_tok", None))
+    return packing_fault(trainer.model, config.vocab_size, trainer.accelerator.autocast(), is_exact=not is_routed)
 
 
 def model_shape(trainer: Any) -> ModelShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_trl_grpo_script_trains_with_the_class_swapped(tmp_path: Path) -> None:
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "optimizer_placement  host" in done.stdout
+    assert re.search(r"optimizer_placement +host", done.stdout)
     assert "Training completed" in done.stdout
     assert (tmp_path / "out" / "model.safetensors").exists()
     state = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())

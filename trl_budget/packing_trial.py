@@ -1,0 +1,76 @@
+"""A trial run of packed rows: what a config does not tell, two short rows do.
+
+Runs once, when the trainer is built, on fourteen tokens. Catches a layer that carries one row into the next, an
+attention feature that packing would drop, and positions that do not restart. Computes no gradient, draws no random
+number, keeps no state.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trl_budget.micro_batch import RowsModel
+
+_LENGTHS = (5, 9)
+_COMPLETION = 3
+_FP32_TOLERANCE, _BF16_TOLERANCE = 1e-3, 5e-2
+
+
+@torch.no_grad()
+def packing_fault(
+    model: nn.Module, vocabulary: int, autocast: AbstractContextManager[Any], *, is_exact: bool
+) -> str | None:
+    """What is wrong with packed rows of this model; None if nothing is.
+
+    Args:
+        model: the policy with TRL's fused head and its packing attention, on the device it trains on.
+        vocabulary: number of token ids that can be used.
+        autocast: context of the policy's forward.
+        is_exact: whether other rows must not move a row by a bit. Routed experts share matrices between rows, so
+            there only the size of the difference counts.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    try:
+        with autocast:
+            is_fp32 = next(model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
+            ids, mask = _rows(vocabulary, device)
+            together = _score(RowsModel(model, _COMPLETION, is_packed=True), ids, mask)
+            other = ids.clone()
+            other[0] = (other[0] + vocabulary // 2) % vocabulary
+            beside_another = _score(RowsModel(model, _COMPLETION, is_packed=True), other, mask)
+            alone = torch.cat(
+                [_score(model, ids[i : i + 1, -n:], mask[i : i + 1, -n:]) for i, n in enumerate(_LENGTHS)]
+            )
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"a trial run of packed rows failed: {error}"
+    finally:
+        model.train(was_training)
+    tolerance = _FP32_TOLERANCE if is_fp32 else _BF16_TOLERANCE
+    difference = ((together - alone).abs() / (1 + alone.abs())).max().item()
+    if not difference <= tolerance:
+        return f"in a trial run a packed row differed from the row alone by {difference:.2g}"
+    leak = (together[1] - beside_another[1]).abs().max().item()
+    if leak > (0.0 if is_exact else tolerance):
+        return f"in a trial run one row moved the next by {leak:.2g}"
+    return None
+
+
+def _rows(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    longest = max(_LENGTHS)
+    ids = (torch.arange(len(_LENGTHS) * longest, device=device).view(len(_LENGTHS), longest) * 7 + 3) % vocabulary
+    starts = torch.tensor([longest - n for n in _LENGTHS], device=device)
+    return ids, (torch.arange(longest, device=device) >= starts[:, None]).long()
+
+
+def _score(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """Log-probs of the last tokens, `[B, _COMPLETION]`."""
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-_COMPLETION] = -100
+    outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    return outputs.log_probs[:, -_COMPLETION:].float()
