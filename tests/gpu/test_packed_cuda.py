@@ -22,8 +22,6 @@ from packed_models import COMPLETIONS, FAMILIES, family_model, packed, rows, sco
 pytestmark = pytest.mark.gpu
 C = max(COMPLETIONS)
 LENGTHS = (70, 1, 0, 513, 128)
-# Head sizes that varlen attention takes: multiples of 8.
-CUDA_FAMILIES = [name for name in FAMILIES]
 
 
 def heads(dtype: torch.dtype, kv_heads: int = 2) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -66,7 +64,7 @@ def with_gradient(model: Any, runner: Any, ids: torch.Tensor, mask: torch.Tensor
     return log_probs.detach(), torch.cat([p.grad.flatten().double() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("family", CUDA_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_bf16_is_no_further_from_fp32_than_padded_bf16(family: str) -> None:
     ids, mask = (t.cuda() for t in rows())
     exact_model = family_model(family).cuda()
