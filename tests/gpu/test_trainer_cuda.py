@@ -77,7 +77,9 @@ def test_a_model_named_by_a_string_reaches_the_card_as_bf16_only(tmp_path: Path)
     start = torch.cuda.memory_allocated()
     trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=folder, **ON_GPU)
     bf16_bytes = sum(2 * p.numel() for p in trainer.model.parameters())
-    assert torch.cuda.max_memory_allocated() - start < 1.1 * bf16_bytes + 2**20 + UPLOAD_CHUNK_BYTES
+    assert torch.cuda.max_memory_allocated() - start < 1.5 * bf16_bytes + UPLOAD_CHUNK_BYTES, (
+        "fp32 weights would be twice"
+    )
     assert trainer.args.model_init_kwargs is None
 
 
