@@ -6,10 +6,12 @@ a template for a script of your own; the model itself is of no use.
 
     python recipes/quickstart.py
     python recipes/quickstart.py --trainer stock    # TRL's own GRPOTrainer, everything else the same
+    python recipes/quickstart.py --trainer packed   # rows end to end, passes of 256 tokens: a GPU's default layout
 """
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from _curves import finish_run, record_run
@@ -20,7 +22,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 
-TRAINERS = {"budget": (BudgetGRPOTrainer, BudgetGRPOConfig), "stock": (GRPOTrainer, GRPOConfig)}
+TRAINERS = {
+    "budget": (BudgetGRPOTrainer, BudgetGRPOConfig),
+    "packed": (BudgetGRPOTrainer, partial(BudgetGRPOConfig, padding_free="on", max_tokens_per_microbatch=256)),
+    "stock": (GRPOTrainer, GRPOConfig),
+}
 SMALLEST_RISE = 0.05
 
 
@@ -104,7 +110,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps, at least 2")
     parser.add_argument("--output-dir", type=Path, default=Path("out/quickstart"), help="folder for the results")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the prompts and the sampling")
-    parser.add_argument("--trainer", choices=TRAINERS, default="budget", help="stock is TRL's own class")
+    parser.add_argument(
+        "--trainer", choices=TRAINERS, default="budget", help="stock is TRL's own class, packed a layout for GPUs"
+    )
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error("--steps must be at least 2: with one step there is no rise to see")
