@@ -17,7 +17,7 @@ if __name__ == "__main__":
     from tiny import comparable_log, make_trainer, save_tiny_model, weights
     from trl import GRPOTrainer
 
-    from trl_budget import BudgetGRPOTrainer
+    from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 
     # On CPUs with AMX or AVX512-BF16, vLLM 0.31 packs linear weights and drops the originals, after which no trainer
     # can load new ones. Both trainers run on the plain torch linears that other CPUs use.
@@ -26,9 +26,19 @@ if __name__ == "__main__":
 
     kind, out = sys.argv[1], Path(sys.argv[2])
     folder = save_tiny_model(out.parent / f"model-{kind}")
+    trainer_class, settings = {
+        "stock": (GRPOTrainer, {}),
+        "ours": (BudgetGRPOTrainer, {"config_class": BudgetGRPOConfig, "reuse_old_logprobs": "off"}),
+        "reusing": (BudgetGRPOTrainer, {"config_class": BudgetGRPOConfig, "reuse_old_logprobs": "require"}),
+        "packed": (
+            BudgetGRPOTrainer,
+            {"config_class": BudgetGRPOConfig, "padding_free": "on", "max_tokens_per_microbatch": 60},
+        ),
+    }[kind]
     trainer = make_trainer(
-        {"stock": GRPOTrainer, "ours": BudgetGRPOTrainer}[kind],
+        trainer_class,
         out.parent / kind,
+        **settings,
         model=folder,
         max_steps=3,
         use_vllm=True,
@@ -38,5 +48,10 @@ if __name__ == "__main__":
         model_init_kwargs={"dtype": "float32"},
     )
     before = weights(trainer)
+    forwards: list[tuple[int, ...]] = []
+    trainer.model.model.register_forward_pre_hook(
+        lambda _m, _args, kwargs: forwards.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
     trainer.train()
-    torch.save({"log": comparable_log(trainer), "weights": weights(trainer), "before": before}, out)
+    result = {"log": comparable_log(trainer), "weights": weights(trainer), "before": before, "forwards": forwards}
+    torch.save(result, out)

@@ -19,6 +19,12 @@ pytestmark = [
 CPU_ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("colocated")
+    return {kind: run(kind, folder) for kind in ("stock", "ours", "reusing", "packed")}
+
+
 def run(kind: str, folder: Path) -> dict[str, Any]:
     out = folder / f"{kind}.pt"
     script = Path(__file__).with_name("colocated_run.py")
@@ -28,9 +34,24 @@ def run(kind: str, folder: Path) -> dict[str, Any]:
     return torch.load(out, weights_only=True)
 
 
-def test_training_with_colocated_vllm_equals_stock(tmp_path: Path) -> None:
-    stock, ours = run("stock", tmp_path), run("ours", tmp_path)
+def test_training_with_colocated_vllm_equals_stock(runs: dict[str, dict[str, Any]]) -> None:
+    stock, ours = runs["stock"], runs["ours"]
     assert max_difference(ours["weights"], ours["before"]) > 1e-4
     assert ours["log"] == stock["log"]
     assert "sampling/sampling_logp_difference/mean" in ours["log"][0]
     assert max_difference(ours["weights"], stock["weights"]) == 0.0
+
+
+def test_reusing_old_logprobs_halves_the_forwards_and_changes_no_weight(runs: dict[str, dict[str, Any]]) -> None:
+    stock, reusing = runs["stock"], runs["reusing"]
+    assert (len(stock["forwards"]), len(reusing["forwards"])) == (6, 3)
+    assert max_difference(reusing["weights"], stock["weights"]) == 0.0
+    for ours_entry, stock_entry in zip(reusing["log"], stock["log"], strict=True):
+        assert ours_entry == pytest.approx(stock_entry, rel=1.2e-7, abs=1e-9), "means are summed in another order"
+
+
+def test_packed_passes_within_a_budget_train_as_stock(runs: dict[str, dict[str, Any]]) -> None:
+    stock, packed = runs["stock"], runs["packed"]
+    assert max(rows * columns for rows, columns in packed["forwards"]) <= 60
+    assert 0.0 < max_difference(packed["weights"], stock["weights"]) < 5e-3
+    assert packed["log"][0] == pytest.approx(stock["log"][0], rel=1e-5, abs=1e-5)
