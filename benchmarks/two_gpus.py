@@ -1,0 +1,234 @@
+"""Two GPUs as a PCIe-only box: stock TRL's DDP over NCCL without peer access against one host optimizer for both.
+
+    python benchmarks/two_gpus.py --commit $(git rev-parse HEAD) --output benchmarks/results/two_gpus.json
+
+`NCCL_P2P_DISABLE=1` makes the cards exchange through host memory, as cards without NVLink or peer access do. Rollouts
+are supplied: `--rows-per-card` rows with the lengths of workload W, repeated. Every mode is launched by `accelerate
+launch` with `accelerate_configs/ddp_2gpu_pcie.yaml` (`one_card` with `single_gpu.yaml`) in processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from update_phase import PhaseTimes, StepClock, TimedSteps, machine
+from workload import SuppliedRollouts, build_model, reward, tokenizer
+
+from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, __version__
+from trl_budget.compute_weights import checksum
+
+CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+PACKED = {"padding_free": "on", "max_tokens_per_microbatch": 24_576}
+MODES: dict[str, dict[str, Any]] = {
+    "one_card": PACKED,
+    "sharded": {**PACKED, "optimizer_sharding": "sharded"},
+    "stock": {},
+    "rank0": {**PACKED, "optimizer_sharding": "rank0"},
+    "replicated": {**PACKED, "optimizer_sharding": "replicated"},
+    "sharded_24gib": {**PACKED, "optimizer_sharding": "sharded"},
+}
+
+
+class RankRollouts(SuppliedRollouts):
+    """Workload W's rows for this rank: every rank starts at another row, so that their token counts differ."""
+
+    def __init__(self, scale: float, rank: int) -> None:
+        super().__init__(scale)
+        self._shift = 5 * rank
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        """Ignores the prompts' text and returns the stored ids, over and over."""
+        rows = [(row + self._shift) % len(self.lengths) for row in range(len(prompts))]
+        return {
+            "prompt_ids": [self.prompts[row] for row in rows],
+            "completion_ids": [self.completions[row] for row in rows],
+            "logprobs": None,
+        }
+
+
+class RankEquality(TrainerCallback):
+    """After each step: whether every weight has the same bits on all ranks, by checksum and by one tensor in full."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.are_equal: list[bool] = []
+        self.host_gib: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        accelerator = self.trainer.accelerator
+        parameters = list(self.trainer.model.parameters())
+        sums = torch.stack([checksum(p) for p in parameters])
+        smallest = min(parameters, key=lambda p: p.numel()).detach().float()
+        gathered = accelerator.gather(sums[None]), accelerator.gather(smallest[None])
+        self.are_equal.append(all(torch.equal(ranks, ranks[:1].expand_as(ranks)) for ranks in gathered))
+        self.host_gib.append(psutil.Process().memory_full_info().pss / 2**30)
+
+
+def arguments(mode: str, folder: str, rows: int, steps: int) -> GRPOConfig:
+    settings = {
+        "output_dir": folder,
+        "bf16": True,
+        "use_cpu": not torch.cuda.is_available(),
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": rows // 2,
+        "num_generations": 8,
+        "max_completion_length": 4096,
+        "max_steps": steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **MODES[mode],
+    }
+    return (GRPOConfig if mode == "stock" else BudgetGRPOConfig)(**settings)
+
+
+def run_rank(args: argparse.Namespace) -> dict[str, Any]:
+    """One rank's training; returns its figures."""
+    on_gpu = torch.cuda.is_available()
+    config = arguments(args.worker, args.folder, args.rows_per_card, args.steps)
+    rank = config.process_index
+    if args.worker.endswith("24gib") and on_gpu:
+        torch.cuda.set_per_process_memory_fraction(24 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    torch.manual_seed(0)
+    is_stock = args.worker == "stock"
+    model = build_model(
+        args.shape, torch.bfloat16 if is_stock else torch.float32, str(config.device) if is_stock else "cpu"
+    )
+    if on_gpu:
+        torch.cuda.empty_cache()
+    times = PhaseTimes()
+    clock, equality = StepClock(times), RankEquality()
+    base = GRPOTrainer if is_stock else BudgetGRPOTrainer
+    trainer_class = type(f"Timed{base.__name__}", (TimedSteps, base), {"times": times})
+    started = time.perf_counter()
+    trainer = trainer_class(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": f"prompt {row}"} for row in range(64)]),
+        processing_class=tokenizer(),
+        callbacks=[clock, equality],
+        rollout_func=RankRollouts(args.scale, rank),
+    )
+    equality.trainer = trainer
+    construction_seconds = time.perf_counter() - started
+    trainer.train()
+    host = trainer._host_adamw if not is_stock else None
+    return {
+        "rank": rank,
+        "construction_seconds": construction_seconds,
+        "samples": times.steps,
+        "peak_allocated_gib": [peak / 2**30 for peak in clock.peaks],
+        "weights_equal_after_each_step": equality.are_equal,
+        "process_pss_gib": equality.host_gib,
+        "mapped_host_gib": host.host_bytes / 2**30 if host else 0.0,
+        "owned_host_gib": host.owned_bytes / 2**30 if host else 0.0,
+        "settings": {s.name: s.value for s in vars(trainer).get("resolved_settings", [])},
+        "log": [
+            {k: v for k, v in e.items() if k in ("loss", "grad_norm", "entropy")}
+            for e in trainer.state.log_history
+            if "loss" in e
+        ],
+    }
+
+
+def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the steps after the first, of the slowest rank."""
+
+    def median(*phases: str) -> float:
+        def of(rank: dict[str, Any]) -> float:
+            return statistics.median(sum(step.get(phase, 0.0) for phase in phases) for step in rank["samples"][1:])
+
+        return max(of(rank) for rank in ranks)
+
+    return {
+        "update_seconds": median("training_step", "norm_and_clip", "optimizer") - median("prepare_inputs"),
+        "visible_exchange_and_step_seconds": median("norm_and_clip", "optimizer"),
+        "peak_allocated_gib": max(max(rank["peak_allocated_gib"]) for rank in ranks),
+        "node_pss_gib": sum(max(rank["process_pss_gib"]) for rank in ranks),
+        "ranks_equal": all(all(rank["weights_equal_after_each_step"]) for rank in ranks),
+    }
+
+
+def launch(mode: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs one mode and returns every rank's figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = "single_gpu.yaml" if mode == "one_card" else args.config
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
+        if mode == "one_card" and not torch.cuda.is_available():
+            command.append("--cpu")
+        flags = ["--shape", args.shape, "--scale", str(args.scale), "--rows-per-card", str(args.rows_per_card)]
+        flags += ["--steps", str(min(2, args.steps) if mode == "stock" else args.steps)]
+        flags += ["--worker", mode, "--folder", folder]
+        environment = {**os.environ, "NCCL_P2P_DISABLE": "1"}
+        subprocess.run([*command, __file__, *flags], check=True, stdout=sys.stderr, env=environment)
+        return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
+
+
+def report(results: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Results, scaling and what they were measured on."""
+    summaries = {mode: summary(ranks) for mode, ranks in results.items()}
+    scaling = None
+    if {"one_card", "sharded"} <= summaries.keys():
+        scaling = summaries["one_card"]["update_seconds"] / summaries["sharded"]["update_seconds"]
+    return {
+        "device": {**machine(), "num_gpus": torch.cuda.device_count(), "nccl": "NCCL_P2P_DISABLE=1"},
+        "versions": {name: version(name) for name in ("torch", "trl", "transformers", "accelerate")},
+        "trl_budget": __version__,
+        "commit": args.commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "shape": args.shape,
+        "rows_per_card": args.rows_per_card,
+        "command": shlex.join(["python", *sys.argv]),
+        "scaling_efficiency": scaling,
+        "summary": summaries,
+        "ranks": results,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-4b")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on every length, for a small machine")
+    parser.add_argument("--rows-per-card", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--config", default="ddp_2gpu_pcie.yaml", help="of accelerate_configs/, for two processes")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/two_gpus.json"))
+    parser.add_argument("--worker", choices=list(MODES), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        figures = run_rank(args)
+        Path(args.folder, f"rank{figures['rank']}.json").write_text(json.dumps(figures))
+        return
+    results: dict[str, Any] = {}
+    for mode in args.modes:
+        results[mode] = launch(mode, args)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report(results, args), indent=1) + "\n")
+        print(mode, json.dumps(summary(results[mode])), results[mode][0]["log"][-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
