@@ -34,7 +34,7 @@ from trl_budget.optimizer_state import (
 from trl_budget.parameter_slots import ParameterSlot, check_parameter
 from trl_budget.pinned import ParameterSlabs
 from trl_budget.streams import CopyEngines
-from trl_budget.team import Arrivals, join_team
+from trl_budget.team import Arrivals, broadcast_untrained, join_team
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,11 @@ class HostAdamW(torch.optim.Optimizer):
     def world_size(self) -> int:
         """Number of processes that share this optimizer."""
         return self._team.world_size
+
+    @property
+    def sharding(self) -> str:
+        """How the ranks of a node share it: "sharded", "rank0" or "replicated"."""
+        return self._team.mode
 
     # Gradients
 
@@ -353,6 +358,10 @@ class HostAdamW(torch.optim.Optimizer):
                         slot.master_weights.copy_(values)
                     written.append(slot)
         self._refresh([slot for slot in written if not slot.is_in_place])
+
+    def broadcast_untrained(self, model: torch.nn.Module) -> None:
+        """Gives every rank rank 0's frozen parameters and buffers, as DDP's constructor does. Collective."""
+        broadcast_untrained(self._team, model)
 
     def follow_parameters(self) -> None:
         """Follows parameters stepped in place whose storage was replaced (`parameter.data = ...`).

@@ -51,6 +51,7 @@ SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (GRPOTrainer, "_get_per_token_logps_and_entropies", _SCORING_PARAMETERS),
     (AttentionInterface, "register", ("key", "value")),
     (AttentionMaskInterface, "register", ("key", "value")),
+    (Accelerator, "prepare_model", ("evaluation_mode",)),
 )
 _TORCH_SEAMS = (
     (torch._C, "_current_graph_task_id"),
