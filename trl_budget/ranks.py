@@ -79,6 +79,7 @@ class Ranks:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.timeout = _default_timeout()
+        self._reported: Exception | None = None
         self._world = self._new_group(range(self.world_size))
         self.layout = NodeLayout.of(self.exchange("find the nodes", node_name(self.rank)))
         self.num_nodes = len(self.layout.nodes)
@@ -138,7 +139,9 @@ class Ranks:
         except RankError:
             raise  # the others know, or are gone
         except Exception as error:
-            self.exchange(operation, error=f"{type(error).__name__}: {error}")
+            if error is not self._reported:
+                self._reported = error
+                self.exchange(operation, error=f"{type(error).__name__}: {error}")
             raise
 
     @contextmanager
