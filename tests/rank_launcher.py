@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["trl_budget", "tiny", "rank_launcher"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(["trl_budget", "tiny", "rank_launcher"])
 
 
 def free_port() -> int:
@@ -76,6 +75,7 @@ def run_ranks(
     seconds: float = 120.0,
     environments: list[dict[str, str]] | None = None,
     may_die: tuple[int, ...] = (),
+    start_method: str = "forkserver",
 ) -> list[Any]:
     """What `function(*args)` returned on each rank.
 
@@ -89,13 +89,15 @@ def run_ranks(
         seconds: after which all processes are killed and the test fails.
         environments: replaces the environment of each rank.
         may_die: ranks that may end without a result.
+        start_method: "spawn" where the ranks use CUDA, which does not survive a fork.
     """
     folder = results / f"ranks-{time.monotonic_ns()}"
     folder.mkdir(parents=True)
     port = free_port()
     environments = environments or [rank_environment(r, num_ranks, num_nodes, port) for r in range(num_ranks)]
     environments = [{**e, "MASTER_PORT": str(port)} for e in environments]
-    processes = [_context.Process(target=_run, args=(function, args, e, folder, group_timeout)) for e in environments]
+    make = multiprocessing.get_context(start_method).Process
+    processes = [make(target=_run, args=(function, args, e, folder, group_timeout)) for e in environments]
     for process in processes:
         process.start()
     end = time.monotonic() + seconds

@@ -214,9 +214,9 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         """As transformers 5.24; an aborted step's gradients are dropped and foreign writes adopted first."""
         if self._host_adamw is not None:
             self._prepare_host_adamw()
-        if self._host_adamw is not None and self.args.world_size > 1:
+        if self._host_adamw is not None and self.args.world_size > 1 and self.model_wrapped is self.model:
             # Accelerate never wraps a model it has prepared: DDP's buckets are as large as the gradients.
-            self.accelerator.prepare_model(self._policy, evaluation_mode=True)
+            self.model_wrapped = self.accelerator.prepare_model(self._policy, evaluation_mode=True)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _prepare_host_adamw(self) -> None:
