@@ -57,6 +57,9 @@ _TORCH_SEAMS = (
     (torch._C, "_current_graph_task_id"),
     (torch.autograd.Variable, "_execution_engine"),
     (serialization_config, "patch"),
+    (torch.distributed.ProcessGroup, "_get_backend"),
+    (torch.distributed.ProcessGroup, "_device_types"),
+    (torch.distributed.distributed_c10d, "_get_default_group"),
 )
 
 
