@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from trl_budget import HostAdamW, node_memory, pinned, shared_state
 from trl_budget.errors import HostMemoryError, RankError, SettingsError
+from trl_budget.pinned import host_slab_bytes
 from trl_budget.sharding import HostMemoryPlan
 
 
@@ -193,7 +194,11 @@ def memory(sharding: str, side: int) -> dict[str, int]:
     measured = pss_bytes() - before
     dist.barrier()
     plan = HostMemoryPlan(num_elements, dist.get_world_size(), sharding)
-    return {"pss": measured, "predicted": plan.node_bytes, "mapped": optimizer.host_bytes, "elements": num_elements}
+    mapped = optimizer.host_bytes
+    del optimizer, warm_up
+    gc.collect()
+    assert host_slab_bytes() == 0, "memory outlives its optimizer"
+    return {"pss": measured, "predicted": plan.node_bytes, "mapped": mapped, "elements": num_elements}
 
 
 def shares_by_name() -> dict[str, Any]:
