@@ -74,3 +74,10 @@ def test_each_rank_owns_its_share(ranks: list[dict[str, Any]], sharding: str) ->
         state = 12 * result["num_elements"]
         expected = {"sharded": state / 2, "rank0": state * (rank == 0), "replicated": state}[sharding]
         assert abs(result["owned_bytes"] - expected) <= 12 * largest * (sharding == "sharded")
+
+
+def test_resuming_reads_the_state_into_host_memory_and_not_onto_the_card(ranks: list[dict[str, Any]]) -> None:
+    for result in (result["resume"] for result in ranks):
+        assert result["equal"] and result["num_entries"][0] == result["num_entries"][1] > 0
+        assert result["devices"] == ["cpu"]
+        assert result["added_bytes"] < 6 * result["num_elements"], "the state is 12 bytes per parameter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -89,5 +90,44 @@ def train(folder: Path, sharding: str) -> dict[str, Any]:
     }
 
 
+class AtTheStart(TrainerCallback):
+    """The optimizer's state when the first resumed step begins, and the peak on the card until then."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"].optimizer
+        entries = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+        self.state = [{key: value.clone() for key, value in entry.items()} for entry in entries]
+        self.peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """Saves after step 1 and resumes on other weights."""
+    rank = int(os.environ["RANK"])
+    settings = {**SETTINGS, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    kwargs = {"rollout_func": supplied_rollouts}
+    make_trainer(BudgetGRPOTrainer, folder, model=big_model(rank), trainer_kwargs=kwargs, **settings).train()
+    gc.collect()
+    start = AtTheStart()
+    kwargs["callbacks"] = [start]
+    trainer = make_trainer(
+        BudgetGRPOTrainer, folder, model=big_model(rank + 5), trainer_kwargs=kwargs, **{**settings, "max_steps": 2}
+    )
+    before_bytes = 0
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before_bytes = torch.cuda.memory_allocated()
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    saved = torch.load(folder / "checkpoint-1" / "optimizer.pt", weights_only=True)["state"]
+    pairs = [(entry, saved[index]) for index, entry in enumerate(start.state)]
+    return {
+        "equal": all(torch.equal(e[key], value) for e, of in pairs for key, value in of.items()),
+        "num_entries": (len(start.state), len(saved)),
+        "devices": sorted({str(value.device) for entry in start.state for value in entry.values()}),
+        "added_bytes": start.peak_bytes - before_bytes,
+        "num_elements": sum(p.numel() for p in trainer.model.parameters()),
+    }
+
+
 def train_all(folder: Path) -> dict[str, dict[str, Any]]:
-    return {sharding: train(folder, sharding) for sharding in ("sharded", "rank0", "replicated")}
+    trained = {sharding: train(folder, sharding) for sharding in ("sharded", "rank0", "replicated")}
+    return {**trained, "resume": resume(folder / "resume")}

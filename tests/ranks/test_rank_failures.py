@@ -9,7 +9,7 @@ import failure_programs as programs
 import pytest
 from rank_launcher import rank_environment, run_ranks
 
-TIMEOUT = 5.0
+TIMEOUT = 10.0
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_an_error_while_stepping_is_raised_on_every_rank(tmp_path: Path) -> None
 
 
 def test_a_rank_that_stays_away_costs_the_timeout_and_no_more(tmp_path: Path) -> None:
-    kind, message, seconds = run_ranks(programs.does_not_come, 2, tmp_path, 6.0, group_timeout=2.0)[0]
-    assert kind == "RankError" and 1.5 < seconds < 5.0
+    kind, message, seconds = run_ranks(programs.does_not_come, 2, tmp_path, 12.0, group_timeout=3.0)[0]
+    assert kind == "RankError" and 2.0 < seconds < 10.0
     assert "'reduce gradients'" in message and "ddp_timeout" in message
 
 

@@ -18,7 +18,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_what_is_written_on_every_rank_is_adopted_and_on_one_rank_refused(tmp_path: Path, sharding: str) -> None:
-    for result in run_ranks(programs.writes, 2, tmp_path, sharding, group_timeout=5.0):
+    for result in run_ranks(programs.writes, 2, tmp_path, sharding):
         assert result["adopted"] == ["parameter 0 of shape (40, 30)"]
         assert torch.equal(result["master"].bfloat16(), torch.full((40, 30), 0.5).bfloat16())
         assert torch.equal(result["set"], torch.full((7,), 1.001))
