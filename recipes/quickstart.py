@@ -7,6 +7,7 @@ a template for a script of your own; the model itself is of no use.
     python recipes/quickstart.py
     python recipes/quickstart.py --trainer stock    # TRL's own GRPOTrainer, everything else the same
     python recipes/quickstart.py --trainer packed   # rows end to end, passes of 256 tokens: a GPU's default layout
+    accelerate launch --config_file accelerate_configs/cpu_2proc.yaml recipes/quickstart.py    # two processes
 """
 
 import argparse
@@ -126,6 +127,8 @@ def main() -> None:
     trainer = build_trainer(arguments)
     recorder = record_run(trainer, 10, arguments.output_dir, vars(arguments))
     trainer.train()
+    if not trainer.is_world_process_zero():
+        return
 
     title = f"tiny Qwen3, seed {arguments.seed}"
     label = "reward (share of sevens)"

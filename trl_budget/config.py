@@ -14,6 +14,7 @@ from trl import GRPOConfig
 from trl_budget.placement import OPTIMIZER_PLACEMENTS, check_optimizer_placement
 from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
 from trl_budget.row_layout import PADDING_FREE, check_max_tokens, check_padding_free
+from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding
 
 
 @dataclass
@@ -36,6 +37,11 @@ class BudgetGRPOConfig(GRPOConfig):
         reuse_old_logprobs: whether the separate old-log-prob pass that TRL runs with vLLM is skipped. "auto": where
             the update's own forward gives the same log-probs, bit for bit. "require": an error where it does not.
             "off": stock TRL.
+        optimizer_sharding: with several processes and the optimizer on the host, which of a node's ranks keep and step
+            it. "sharded": every rank an equal share of the parameters, 12 bytes per parameter and node and 4 more for
+            each rank's gradients. "rank0": the first rank of each node all of them; the others only sum gradients.
+            "replicated": every rank all of them, 16 bytes per parameter and rank, nothing to wait for but the
+            gradients. "auto": sharded. The weights are the same bits in all of them. No effect with one process.
     """
 
     optimizer_placement: str = field(
@@ -71,6 +77,14 @@ class BudgetGRPOConfig(GRPOConfig):
             "choices": list(REUSE_OLD_LOGPROBS),
         },
     )
+    optimizer_sharding: str = field(
+        default="auto",
+        metadata={
+            "help": "Which ranks of a node keep and step the host optimizer: 'sharded' (each an equal share), 'rank0' "
+            "(the first one), 'replicated' (each a copy of its own), or 'auto' (sharded).",
+            "choices": list(OPTIMIZER_SHARDINGS),
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +97,7 @@ class BudgetGRPOConfig(GRPOConfig):
         check_max_tokens(self.max_tokens_per_microbatch)
         check_padding_free(self.padding_free)
         check_reuse(self.reuse_old_logprobs)
+        check_optimizer_sharding(self.optimizer_sharding)
 
 
 def budget_setting(args: GRPOConfig, name: str) -> Any:

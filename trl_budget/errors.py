@@ -22,3 +22,7 @@ class NonFiniteGradientError(RuntimeError):
 
 class UnservedAttentionError(NotImplementedError):
     """The model's attention has a feature that packed rows would silently lose."""
+
+
+class RankError(RuntimeError):
+    """Another rank failed, died, is at another operation, or did not answer within the process group's timeout."""

@@ -26,11 +26,26 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     Returns:
         fp32 scalar on the host; 0 for no gradients.
     """
-    if sum(g.numel() for g in gradients) < THREADED_FROM_ELEMENTS:
-        return get_total_norm(gradients)
+    return norm_of_norms(norms_of(gradients)) if is_threaded(gradients) else get_total_norm(gradients)
+
+
+def is_threaded(gradients: Sequence[Tensor]) -> bool:
+    """Whether there is enough to measure for several threads."""
+    return sum(g.numel() for g in gradients) >= THREADED_FROM_ELEMENTS
+
+
+def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each gradient, fp32 scalars on the host."""
+    if not is_threaded(gradients):
+        return [torch.linalg.vector_norm(gradient) for gradient in gradients]
     norms: dict[int, Tensor] = {}
     largest_first = sorted(range(len(gradients)), key=lambda index: -gradients[index].numel())
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         measured = pool.map(lambda index: torch.linalg.vector_norm(gradients[index]), largest_first)
         norms.update(zip(largest_first, measured, strict=True))
-    return torch.linalg.vector_norm(torch.stack([norms[index] for index in range(len(gradients))]))
+    return [norms[index] for index in range(len(gradients))]
+
+
+def norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
+    """The 2-norm over all gradients from the norms of each, summed in the order given; 0 for none."""
+    return torch.linalg.vector_norm(torch.stack(list(norms))) if norms else get_total_norm([])

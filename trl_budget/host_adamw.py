@@ -3,7 +3,7 @@
 Bit-exact against `torch.optim.AdamW` of the same implementation stepping the same fp32 tensors: torch's own functional
 AdamW is called, on blocks of each parameter whose length is a multiple of 16 elements (the bits are the same however
 such blocks are cut). Gradients of several backwards are summed in fp32. Does not serve amsgrad, maximize, sparse
-gradients, or more than one process.
+gradients. With several processes, one optimizer is stepped by all of them (`team.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.optim.adamw import adamw
 from trl_budget.compute_weights import ComputeWeights
 from trl_budget.errors import NonFiniteGradientError, SettingsError
 from trl_budget.grad_offload import BackwardEndHook, GradientAccumulator
-from trl_budget.host_gradients import HostGradients
 from trl_budget.optimizer_state import (
     UNSERVED_FLAGS,
     check_arguments,
@@ -32,9 +31,10 @@ from trl_budget.optimizer_state import (
     load_slot,
     torch_defaults,
 )
-from trl_budget.parameter_slots import HostState, ParameterSlot, check_parameter
+from trl_budget.parameter_slots import ParameterSlot, check_parameter
 from trl_budget.pinned import ParameterSlabs
 from trl_budget.streams import CopyEngines
+from trl_budget.team import Arrivals, broadcast_untrained, join_team
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,10 @@ class HostAdamW(torch.optim.Optimizer):
     page-locked when `p` is on CUDA). A step whose gradient norm is infinite or NaN is skipped and reported; the tenth
     in a row raises.
 
+    In a process group of several ranks, the ranks share the optimizer: `step()` and `clip_grad_norm_`, whichever comes
+    first, make the mean gradient over all ranks, as DDP does, and no parameter is stepped in place. Construction and
+    every method that changes state are collective; all ranks start from rank 0's weights.
+
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. fp32 or bf16, contiguous,
             on the CPU or CUDA. Frozen ones get no state until they require gradients.
@@ -70,10 +74,13 @@ class HostAdamW(torch.optim.Optimizer):
             parameter is overwritten with their cast. Parameters that are missing get `p.float()`.
         parameter_names: names used in errors and warnings; `param_names` of the groups are used otherwise.
         pin_memory: page-lock the state of CUDA parameters. False costs transfer speed and exists to measure it.
+        sharding: with several ranks, which ranks of a node keep and step the optimizer, see `BudgetGRPOConfig`.
 
     Raises:
-        SettingsError: an argument out of range, a parameter that cannot be served or that a live HostAdamW serves.
+        SettingsError: an argument out of range, a parameter that cannot be served or that a live HostAdamW serves, or
+            ranks that differ.
         HostMemoryError: the machine refused the memory.
+        RankError: another rank failed or is gone.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class HostAdamW(torch.optim.Optimizer):
         master_weights: ParameterSlabs | None = None,
         parameter_names: Mapping[Parameter, str] | None = None,
         pin_memory: bool = True,
+        sharding: str = "auto",
     ) -> None:
         check_arguments(implementation)
         self.implementation = implementation
@@ -95,9 +103,10 @@ class HostAdamW(torch.optim.Optimizer):
         self._given_masters = master_weights
         self._names = dict(parameter_names or {})
         self._slots: dict[Parameter, ParameterSlot] = {}
-        self._host_state = HostState(pin_memory=pin_memory)
+        self._team = join_team(sharding)
+        self._host_state = self._team.host_state(pin_memory=pin_memory)
         self._engines = CopyEngines(pin=pin_memory)
-        self._gradients = HostGradients(self._slots, GradientAccumulator(self._engines))
+        self._gradients = self._team.gradients(self._slots, GradientAccumulator(self._engines))
         self._compute_weights = ComputeWeights(self._engines)
         self._hook = BackwardEndHook(weakref.WeakMethod(self._collect_gradients))
         weakref.finalize(self, self._hook.detach).atexit = False
@@ -150,8 +159,24 @@ class HostAdamW(torch.optim.Optimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory allocated for masters, moments and accumulators."""
+        """Bytes of host memory for masters, moments and accumulators: all that this process maps, others' included."""
         return self._host_state.nbytes + (self._given_masters.nbytes if self._given_masters is not None else 0)
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of masters and moments that this rank steps; a parameter stepped in place counts its moments."""
+        owned = [slot for slot in self._slots.values() if slot.is_stepped_here]
+        return sum(slot.exp_avg.nbytes * (2 if slot.is_in_place else 3) for slot in owned)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes that share this optimizer."""
+        return self._team.world_size
+
+    @property
+    def sharding(self) -> str:
+        """How the ranks of a node share it: "sharded", "rank0" or "replicated"."""
+        return self._team.mode
 
     # Gradients
 
@@ -161,10 +186,12 @@ class HostAdamW(torch.optim.Optimizer):
         self._gradients.zero(set_to_none)
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
-        """The fp32 host gradient summed so far, clipping included, or None. Valid until the next backward or step."""
+        """The fp32 host gradient summed so far, clipping included, or None. Valid until the next backward or step.
+
+        With several ranks, this rank's own sum; once clipped or measured, the mean over all ranks.
+        """
         self._collect_gradients()
-        self._slots[parameter].scale_accumulator()
-        return self._slots[parameter].gradient
+        return self._gradients.of(self._slots[parameter])
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | Tensor | None = None) -> Tensor:
@@ -181,9 +208,10 @@ class HostAdamW(torch.optim.Optimizer):
         Returns:
             fp32 scalar on the host: the norm before clipping.
         """
-        self._collect_gradients()
         chosen = self._parameters() if parameters is None else parameters
-        return self._gradients.clip(max_norm, [chosen] if isinstance(chosen, Tensor) else chosen)
+        with self._team.reporting("clip gradients"):
+            self._collect_gradients()
+            return self._gradients.clip(max_norm, [chosen] if isinstance(chosen, Tensor) else chosen)
 
     def _collect_gradients(self) -> None:
         self._build_slots()
@@ -202,21 +230,29 @@ class HostAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._collect_gradients()
-        norm = self._gradients.norm().item()
+        with self._team.reporting("collect gradients"):
+            self._collect_gradients()
+            norm = self._gradients.norm().item()
         if not math.isfinite(norm):
             self._skip_step(norm)
             return loss
         self.num_consecutive_skipped_steps = 0
         self.adopt_external_writes()
-        self._begin_upload()
-        stepped = [slot for group in self.param_groups for slot in self._step_group(group)]
-        self._finish_upload(stepped)
+        groups = [(group, self._slots_with_gradient(group)) for group in self.param_groups]
+        stepped = [slot for _, slots in groups for slot in slots]
+        with self._team.stepping(stepped) as arrivals:
+            self._begin_upload()
+            for group, slots in groups:
+                self._step_group(group, [slot for slot in slots if slot.is_stepped_here], arrivals)
+            self._receive(arrivals.all())
+            self._finish_upload(stepped)
         self._gradients.forget()
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> list[ParameterSlot]:
-        slots = [slot for p in group["params"] if (slot := self._slots.get(p)) and slot.gradient is not None]
+    def _slots_with_gradient(self, group: dict[str, Any]) -> list[ParameterSlot]:
+        return [slot for p in group["params"] if (slot := self._slots.get(p)) and slot.gradient is not None]
+
+    def _step_group(self, group: dict[str, Any], slots: Sequence[ParameterSlot], arrivals: Arrivals) -> None:
         settings = {
             "foreach": self.implementation == "foreach",
             "fused": self.implementation == "fused",
@@ -227,7 +263,14 @@ class HostAdamW(torch.optim.Optimizer):
         }
         for slot in slots:
             self._step_slot(slot, settings)
-        return slots
+            self._team.publish(slot)
+            self._receive(arrivals.ready())
+
+    def _receive(self, slots: Iterable[ParameterSlot]) -> None:
+        """Refreshes the compute weights of parameters that other ranks have stepped."""
+        for slot in slots:
+            self._write_all(slot)
+            slot.step += 1
 
     def _step_slot(self, slot: ParameterSlot, settings: dict[str, Any]) -> None:
         gradient_of_parameter = cast(Tensor, slot.gradient).reshape(-1)
@@ -243,6 +286,17 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _skip_step(self, norm: float) -> None:
         self.num_consecutive_skipped_steps += 1
+        with self._team.together("skip a step"):
+            self._report_skipped_step(norm)
+        self._gradients.forget()
+        if self.num_consecutive_skipped_steps >= MAX_CONSECUTIVE_SKIPPED_STEPS:
+            raise NonFiniteGradientError(
+                f"{self.num_consecutive_skipped_steps} optimizer steps in a row had a gradient norm of {norm}. The "
+                "run no longer learns: the weights are those of the last finite step. Resume from a checkpoint with a "
+                "lower learning_rate, or find the loss term that is not finite."
+            )
+
+    def _report_skipped_step(self, norm: float) -> None:
         gradients = {slot.name: slot.gradient for slot in self._slots.values() if slot.gradient is not None}
         bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
         logger.warning(
@@ -254,13 +308,6 @@ class HostAdamW(torch.optim.Optimizer):
             f", the first is {bad[0]}" if bad else "",
             self.num_consecutive_skipped_steps,
         )
-        self._gradients.forget()
-        if self.num_consecutive_skipped_steps >= MAX_CONSECUTIVE_SKIPPED_STEPS:
-            raise NonFiniteGradientError(
-                f"{self.num_consecutive_skipped_steps} optimizer steps in a row had a gradient norm of {norm}. The "
-                "run no longer learns: the weights are those of the last finite step. Resume from a checkpoint with a "
-                "lower learning_rate, or find the loss term that is not finite."
-            )
 
     # Compute weights
 
@@ -268,7 +315,8 @@ class HostAdamW(torch.optim.Optimizer):
     def adopt_external_writes(self, *, is_expected: bool = False) -> list[str]:
         """Takes over into the masters what others have written to the parameters since the last refresh.
 
-        Called by `step()` and before a state is loaded.
+        Called by `step()` and before a state is loaded. With several ranks, the same must have been written on every
+        rank, as under DDP; each parameter is adopted by the rank that steps it.
 
         Args:
             is_expected: log the adoption as information instead of as a warning.
@@ -276,9 +324,12 @@ class HostAdamW(torch.optim.Optimizer):
         Returns:
             The names of the parameters that were adopted.
         """
-        self.follow_parameters()
-        changed = self._compute_weights.changed(self._separate_slots())
-        adopted = [slot.name for slot in changed if self._compute_weights.adopt(slot)]
+        separate = self._separate_slots()
+        with self._team.reporting("adopt foreign writes"):
+            self.follow_parameters()
+            changed = self._team.agree_on_writes(self._compute_weights.changed(separate), separate)
+            adopted = [slot.name for slot in changed if slot.is_stepped_here and self._compute_weights.adopt(slot)]
+            adopted = self._team.union(adopted) if changed else adopted
         if adopted:
             logger.log(
                 logging.INFO if is_expected else logging.WARNING,
@@ -300,11 +351,17 @@ class HostAdamW(torch.optim.Optimizer):
                 host state are left out.
         """
         written = []
-        for parameter, values in weights:
-            if (slot := self._slots.get(parameter)) is not None:
-                slot.master_weights.copy_(values)
-                written.append(slot)
+        with self._team.together("set master weights"):
+            for parameter, values in weights:
+                if (slot := self._slots.get(parameter)) is not None:
+                    if slot.is_stepped_here:
+                        slot.master_weights.copy_(values)
+                    written.append(slot)
         self._refresh([slot for slot in written if not slot.is_in_place])
+
+    def broadcast_untrained(self, model: torch.nn.Module) -> None:
+        """Gives every rank rank 0's frozen parameters and buffers, as DDP's constructor does. Collective."""
+        broadcast_untrained(self._team, model)
 
     def follow_parameters(self) -> None:
         """Follows parameters stepped in place whose storage was replaced (`parameter.data = ...`).
@@ -320,9 +377,12 @@ class HostAdamW(torch.optim.Optimizer):
     def _refresh(self, slots: Sequence[ParameterSlot]) -> None:
         self._begin_upload()
         for slot in slots:
-            for start in range(0, slot.master_weights.numel(), BLOCK_ELEMENTS):
-                self._compute_weights.write(slot, start, min(start + BLOCK_ELEMENTS, slot.master_weights.numel()))
+            self._write_all(slot)
         self._finish_upload(slots)
+
+    def _write_all(self, slot: ParameterSlot) -> None:
+        for start in range(0, slot.master_weights.numel(), BLOCK_ELEMENTS):
+            self._compute_weights.write(slot, start, min(start + BLOCK_ELEMENTS, slot.master_weights.numel()))
 
     def _begin_upload(self) -> None:
         for device in {slot.parameter.device for slot in self._separate_slots()}:
@@ -342,11 +402,12 @@ class HostAdamW(torch.optim.Optimizer):
         if not new:
             return
         names = self._names_of(new)
-        for parameter in new:
-            check_parameter(parameter, names[parameter])
-        _claim(names, self)
-        given = self._given_masters if self._given_masters is not None and not self._slots else {}
-        built = self._host_state.build(names, given)
+        with self._team.reporting("build host state"):
+            for parameter in new:
+                check_parameter(parameter, names[parameter])
+            _claim(names, self)
+            given = self._given_masters if self._given_masters is not None and not self._slots else {}
+            built = self._host_state.build(names, given)
         self._slots.update(built)
         for slot in built.values():
             self._publish(slot)
@@ -379,7 +440,8 @@ class HostAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's format, with `master_weights` beside the moments where the parameter is not its own master.
 
-        The tensors are views of the live slabs: save or copy them before the next step.
+        The tensors are views of the live slabs: save or copy them before the next step. Complete on every rank, the
+        ranks' own included that other ranks step.
         """
         state_dict = super().state_dict()
         for index, parameter in enumerate(self._parameters()):
@@ -399,15 +461,17 @@ class HostAdamW(torch.optim.Optimizer):
             SettingsError: shapes or flags that do not fit this optimizer; nothing has been changed then.
         """
         loaded = state_dict["state"]
-        self._build_slots()
-        check_loadable(state_dict, [self._slots.get(p) for p in self._parameters()])
+        with self._team.reporting("load a state"):
+            self._build_slots()
+            check_loadable(state_dict, [self._slots.get(p) for p in self._parameters()])
         state = self.state
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state = state
         self.adopt_external_writes(is_expected=True)
-        for index, parameter in enumerate(self._parameters()):
-            if parameter in self._slots:
-                load_slot(self._slots[parameter], loaded.get(index))
+        with self._team.together("load a state"):
+            for index, parameter in enumerate(self._parameters()):
+                if parameter in self._slots:
+                    load_slot(self._slots[parameter], loaded.get(index))
         self._refresh(self._separate_slots())
         self._gradients.forget()
 

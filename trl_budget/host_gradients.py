@@ -55,7 +55,7 @@ class HostGradients:
     def clip(self, max_norm: float, parameters: Iterable[Tensor]) -> Tensor:
         """Measures and scales the gradients of `parameters`, see `HostAdamW.clip_grad_norm_`."""
         gradients = self._of(parameters)
-        norm = total_norm([gradient.to("cpu", torch.float32) for gradient in gradients.values()])
+        norm = self._measure(gradients)
         if gradients.keys() == {slot.parameter for slot in self._slots.values() if slot.gradient is not None}:
             self._norm = norm
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -68,6 +68,14 @@ class HostGradients:
             else:
                 slot.clip_coefficient = coefficient
         return norm
+
+    def _measure(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+        return total_norm([gradient.to("cpu", torch.float32) for gradient in gradients.values()])
+
+    def of(self, slot: ParameterSlot) -> Tensor | None:
+        """The slot's gradient, with earlier clipping applied."""
+        slot.scale_accumulator()
+        return slot.gradient
 
     def _of(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """The gradient of each parameter that has one, in the order given, with earlier clipping applied."""

@@ -15,11 +15,13 @@ from safetensors import safe_open
 from torch import nn
 
 from trl_budget.pinned import ParameterSlabs, check_host_memory
+from trl_budget.sharding import HostMemoryPlan
+from trl_budget.team import OneRank
 from trl_budget.upstream import kept_in_fp32
 
 
 @torch.no_grad()
-def capture_master_weights(model: nn.Module, *, pin: bool) -> ParameterSlabs:
+def capture_master_weights(model: nn.Module, *, pin: bool, team: OneRank | None = None) -> ParameterSlabs:
     """Moves the trainable weights' fp32 values to the host and casts the model's parameters to bf16 where they are.
 
     Buffers, and parameters that transformers keeps in fp32 for a bf16 model, keep their dtype. Tied weights are one
@@ -28,23 +30,30 @@ def capture_master_weights(model: nn.Module, *, pin: bool) -> ParameterSlabs:
     Args:
         model: the policy, on any device; its `Parameter` objects stay the same.
         pin: page-lock the masters.
+        team: the ranks that train the model, this process alone when None. Collective where they are several; the
+            masters they share are then those of each node's first rank, until `HostAdamW` makes them rank 0's.
 
     Returns:
         fp32 host tensors by parameter, for every trainable floating-point parameter.
 
     Raises:
         HostMemoryError: the machine refused the memory.
+        SettingsError: ranks with different parameters.
     """
+    team = team or OneRank()
     kept = kept_in_fp32(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    masters = ParameterSlabs("master weights", pin=pin)
     trainable = [p for p in names if p.requires_grad and p.is_floating_point()]
-    released = sum(p.nbytes - 2 * p.numel() for p in trainable if p.device.type == "cpu")
-    # Masters, two moments and the accumulator of every parameter: before anything expensive is built beside them.
-    check_host_memory(16 * sum(p.numel() for p in trainable) - released, "masters, moments and gradient accumulators")
-    for parameter, view in masters.extend(trainable):
-        view.copy_(parameter.data)
-        _cast(parameter, names[parameter], kept)
+    released = sum(p.nbytes - 2 * p.numel() for p in trainable if p.device.type == "cpu") * team.num_local_ranks
+    plan = HostMemoryPlan(sum(p.numel() for p in trainable), team.num_local_ranks, team.mode)
+    with team.together("capture masters"):
+        masters = team.master_slabs({p: names[p] for p in trainable}, pin=pin)
+        # All that will be built beside the masters, before anything expensive is.
+        check_host_memory(plan.node_bytes - released, "masters, moments and gradient accumulators")
+        for parameter, view in masters.extend(trainable):
+            if team.writes_masters:
+                view.copy_(parameter.data)
+            _cast(parameter, names[parameter], kept)
     for parameter, name in names.items():
         if not parameter.requires_grad:
             _cast(parameter, name, kept)

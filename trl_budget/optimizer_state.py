@@ -9,9 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from trl_budget.errors import SettingsError
 from trl_budget.parameter_slots import ParameterSlot
 
@@ -32,20 +29,15 @@ def torch_defaults(implementation: str, **hyperparameters: Any) -> dict[str, Any
 
 
 def check_arguments(implementation: str) -> None:
-    """Refuses an unknown implementation, and more than one process.
+    """Refuses an unknown implementation.
 
     Raises:
-        SettingsError: either.
+        SettingsError: names the value and those that are known.
     """
     if implementation not in IMPLEMENTATIONS:
         raise SettingsError(
             f"implementation={implementation!r} is not known. HostAdamW runs one of torch's own AdamW kinds. "
             f"Set implementation to one of {', '.join(IMPLEMENTATIONS)}."
-        )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise SettingsError(
-            f"HostAdamW was built in a process group of {dist.get_world_size()} processes. Each would step its own "
-            "gradients and the weights would drift apart. Run one process, or set optimizer_placement='device'."
         )
 
 
@@ -109,12 +101,17 @@ def check_loadable(state_dict: dict[str, Any], slots: Sequence[ParameterSlot | N
 
 
 def load_slot(slot: ParameterSlot, entry: Mapping[str, Any] | None) -> None:
-    """Copies one parameter's saved state into its slab views; without one, moments and step start from zero."""
+    """Copies one parameter's saved state into its slab views; without one, moments and step start from zero.
+
+    Where another rank steps the parameter, only the step count is this rank's to write.
+    """
+    slot.step.fill_(0 if entry is None else float(entry["step"]))
+    if not slot.is_stepped_here:
+        return
     if entry is None:  # the parameter had no gradient yet when a torch optimizer was saved
-        for tensor in (slot.step, slot.exp_avg, slot.exp_avg_sq):
+        for tensor in (slot.exp_avg, slot.exp_avg_sq):
             tensor.zero_()
         return
-    slot.step.copy_(torch.as_tensor(entry["step"]))
     slot.exp_avg.copy_(entry["exp_avg"])
     slot.exp_avg_sq.copy_(entry["exp_avg_sq"])
     if "master_weights" in entry:

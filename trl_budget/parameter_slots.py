@@ -33,6 +33,7 @@ class ParameterSlot:
         accumulator: fp32, host, the parameter's shape; None where the parameter is stepped in place.
         accumulator_is_filled: whether the accumulator holds a gradient of the running step.
         clip_coefficient: factor that the accumulator is still to be multiplied with, fp32 scalar.
+        is_stepped_here: whether this rank runs AdamW on the parameter.
     """
 
     parameter: Parameter
@@ -44,6 +45,7 @@ class ParameterSlot:
     accumulator: Tensor | None
     accumulator_is_filled: bool = False
     clip_coefficient: Tensor | None = None
+    is_stepped_here: bool = True
 
     @property
     def is_in_place(self) -> bool:
@@ -126,6 +128,21 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
 
 
+def check_given_masters(given_masters: Mapping[Parameter, Tensor]) -> None:
+    """Refuses masters that are not fp32 host tensors of their parameter's shape.
+
+    Raises:
+        SettingsError: names the shape, dtype and device.
+    """
+    for parameter, given in given_masters.items():
+        if given.shape != parameter.shape or given.dtype != torch.float32 or given.device.type != "cpu":
+            raise SettingsError(
+                f"The master weights given for a parameter of shape {tuple(parameter.shape)} are {given.dtype} of "
+                f"shape {tuple(given.shape)} on {given.device}. Masters are fp32, on the CPU and of the "
+                "parameter's shape. Pass `parameter.detach().float().cpu()` or leave master_weights out."
+            )
+
+
 class HostState:
     """Allocates the host memory of slots: masters, moments and accumulators, each in a few slabs.
 
@@ -154,13 +171,7 @@ class HostState:
         """
         parameters = list(names)
         separate = [p for p in parameters if not steps_in_place(p)]
-        for parameter, given in given_masters.items():
-            if given.shape != parameter.shape or given.dtype != torch.float32 or given.device.type != "cpu":
-                raise SettingsError(
-                    f"The master weights given for a parameter of shape {tuple(parameter.shape)} are {given.dtype} of "
-                    f"shape {tuple(given.shape)} on {given.device}. Masters are fp32, on the CPU and of the "
-                    "parameter's shape. Pass `parameter.detach().float().cpu()` or leave master_weights out."
-                )
+        check_given_masters(given_masters)
         new_masters = [p for p in separate if p not in given_masters]
         fp32_tensors = 2 * sum(p.numel() for p in parameters) + sum(p.numel() for p in [*separate, *new_masters])
         check_host_memory(4 * fp32_tensors, "the optimizer state")

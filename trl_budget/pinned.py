@@ -38,7 +38,7 @@ _live_slabs: weakref.WeakSet[HostSlab] = weakref.WeakSet()
 
 
 class HostSlab:
-    """One contiguous, zeroed block of host memory, page-locked when `pin` is set.
+    """One contiguous block of host memory, page-locked when `pin` is set; zeroed unless it maps a file.
 
     The memory is unregistered when the slab object is collected and unmapped when the last tensor over it is too, so a
     view that a caller kept stays readable.
@@ -48,21 +48,31 @@ class HostSlab:
         pin: page-lock the block with CUDA. Needs a CUDA device.
         purpose: what the block is for, named in errors.
         register: `(address, nbytes) -> error code`, 0 for success. The default is `cudaHostRegister`.
+        descriptor: of a file in memory to map, shared with the other processes that map it; private memory when None.
 
     Raises:
         HostMemoryError: the mapping or the page-locking was refused.
     """
 
     def __init__(
-        self, nbytes: int, *, pin: bool, purpose: str, register: Callable[[int, int], int] | None = None
+        self,
+        nbytes: int,
+        *,
+        pin: bool,
+        purpose: str,
+        register: Callable[[int, int], int] | None = None,
+        descriptor: int | None = None,
     ) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if descriptor is None else mmap.MAP_SHARED
         try:
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1 if descriptor is None else descriptor, nbytes, flags=flags)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(_refusal("could not be mapped", nbytes, purpose, str(error))) from error
         with contextlib.suppress(OSError):  # only a hint, which kernels built without huge pages refuse
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        if pin:  # a page-locked private mapping is copied whole by fork(), in every data loader worker
+        # A page-locked private mapping is copied whole by fork(), in every data loader worker; a shared one would live
+        # as long as the worker.
+        if pin or descriptor is not None:
             mapping.madvise(mmap.MADV_DONTFORK)
         self.nbytes = nbytes
         self.is_pinned = pin
@@ -88,12 +98,21 @@ class ParameterSlabs(Mapping[Parameter, Tensor]):
         purpose: what the slabs hold, named in errors.
         pin: page-lock the slabs.
         slab_bytes: upper size of a slab; a parameter larger than that gets a slab of its own.
+        allocate: makes a slab; takes `nbytes`, `pin` and `purpose`.
     """
 
-    def __init__(self, purpose: str, *, pin: bool, slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(
+        self,
+        purpose: str,
+        *,
+        pin: bool,
+        slab_bytes: int = SLAB_BYTES,
+        allocate: Callable[..., HostSlab] = HostSlab,
+    ) -> None:
         self.purpose = purpose
         self.pin = pin
         self.slab_bytes = slab_bytes
+        self._allocate = allocate
         self.slabs: list[HostSlab] = []
         self._views: dict[Parameter, Tensor] = {}
 
@@ -104,7 +123,7 @@ class ParameterSlabs(Mapping[Parameter, Tensor]):
         """
         for batch in _batches(parameters, self.slab_bytes // 4):
             elements = sum(_padded(parameter.numel()) for parameter in batch)
-            slab = HostSlab(max(4 * elements, 4), pin=self.pin, purpose=self.purpose)
+            slab = self._allocate(max(4 * elements, 4), pin=self.pin, purpose=self.purpose)
             self.slabs.append(slab)
             flat = slab.view(torch.float32)
             start = 0

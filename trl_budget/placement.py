@@ -80,8 +80,8 @@ _OBSTACLES = (
         "launch one plain process (`python script.py`)",
     ),
     _Obstacle(
-        lambda f: f.world_size > 1,
-        "{world_size} processes were launched and the host step serves one",
+        lambda f: f.world_size > 1 and f.is_adapter,
+        "{world_size} processes were launched, where adapters keep stock's DDP, which reduces `parameter.grad`",
         "launch one process",
     ),
     _Obstacle(
@@ -175,7 +175,8 @@ def resolve_optimizer_placement(requested: str, facts: PlacementFacts) -> Resolv
         return ResolvedSetting(name, "device", "adapters are small: their state fits beside the frozen model")
     if requested == "host":
         return ResolvedSetting(name, "host", "set by you")
-    return ResolvedSetting(name, "host", f"full-parameter training, one process, optim='{facts.optim}'")
+    processes = "one process" if facts.world_size == 1 else f"{facts.world_size} processes"
+    return ResolvedSetting(name, "host", f"full-parameter training, {processes}, optim='{facts.optim}'")
 
 
 def format_table(settings: list[ResolvedSetting], title: str) -> str:

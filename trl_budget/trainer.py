@@ -20,6 +20,7 @@ from torch import nn
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_budget import upstream
+from trl_budget.checkpoints import load_optimizer_and_scheduler, without_optimizer
 from trl_budget.config import BudgetGRPOConfig, budget_setting
 from trl_budget.errors import SettingsError
 from trl_budget.host_adamw import HostAdamW
@@ -31,6 +32,7 @@ from trl_budget.placement import (
     format_table,
     resolve_optimizer_placement,
 )
+from trl_budget.team import join_team
 from trl_budget.token_budget import TokenBudgetTrainer
 from trl_budget.version import __version__
 
@@ -76,6 +78,7 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         )
         self._requested_placement = budget_setting(training_args, "optimizer_placement")
         self._placement = resolve_optimizer_placement(self._requested_placement, self._facts)
+        self._sharding = budget_setting(training_args, "optimizer_sharding")
         self._master_weights: ParameterSlabs | None = None
         self._host_adamw: HostAdamW | None = None
         with _restored_init_kwargs(training_args):
@@ -115,7 +118,9 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         loaded = upstream.with_loaded_model(self._facts, model)
         self._placement = resolve_optimizer_placement(self._requested_placement, loaded)
         if self._casts_policy:
-            self._master_weights = capture_master_weights(model, pin=self.args.device.type == "cuda")
+            self._master_weights = capture_master_weights(
+                model, pin=self.args.device.type == "cuda", team=join_team(self._sharding)
+            )
             # The reference is loaded later, with these: a reference of another dtype would make the first KL non-zero.
             vars(self.args)["model_init_kwargs"] = {**_init_kwargs(self.args), "dtype": "bfloat16"}
 
@@ -126,6 +131,8 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         if isinstance(self.optimizer, HostAdamW):
             self._host_adamw = self.optimizer
             self._host_adamw.follow_parameters()
+            self._check_world_size()
+            self._host_adamw.broadcast_untrained(self._policy)
             return
         # The state is built now, so that a refusal costs nothing; the groups are stock's, made when stock makes them.
         self._host_adamw = HostAdamW(
@@ -133,7 +140,19 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
             **self._hyperparameters(),
             master_weights=self._master_weights,
             parameter_names={parameter: name for name, parameter in self._policy.named_parameters()},
+            sharding=self._sharding,
         )
+        self._host_adamw.broadcast_untrained(self._policy)
+
+    def _check_world_size(self) -> None:
+        assert self._host_adamw is not None
+        if self._host_adamw.world_size != self.args.world_size:
+            raise SettingsError(
+                f"optimizers= holds a HostAdamW that was built for {self._host_adamw.world_size} processes, and this "
+                f"job has {self.args.world_size}. Each process would step its own gradients and the weights would "
+                "drift apart. Make the training arguments, which join the processes, before the optimizer; or leave "
+                "optimizers out."
+            )
 
     def _hyperparameters(self) -> dict[str, Any]:
         return {
@@ -169,7 +188,7 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
             return [ResolvedSetting("trained weights", where, "as stock TRL")]
         if self._casts_policy:
             reason = "cast from the fp32 masters once per step; the reference is bf16 compute over fp32 masters"
-        elif self.args.device.type == "cpu" and dtypes == "float32":
+        elif self.args.device.type == "cpu" and dtypes == "float32" and self.args.world_size == 1:
             reason = "stepped in place: every bit as stock TRL"
         else:
             reason = "dtype as loaded; fp32 masters on the host"
@@ -179,6 +198,9 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
             host_gib, pinned_gib = (n / 2**30 for n in (adamw.host_bytes, host_slab_bytes(pinned_only=True)))
             implementation = f"HostAdamW, {adamw.implementation}"
             rows.append(ResolvedSetting("optimizer", implementation, "torch's own AdamW arithmetic, on the CPU"))
+            if adamw.world_size > 1:
+                owned = f"this rank steps {adamw.owned_bytes / 2**30:.2f} GiB of masters and moments"
+                rows.append(ResolvedSetting("optimizer_sharding", adamw.sharding, owned))
             rows.append(ResolvedSetting("host memory", f"{host_gib:.2f} GiB", f"{pinned_gib:.2f} GiB page-locked"))
         return rows
 
@@ -192,6 +214,9 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         """As transformers 5.24; an aborted step's gradients are dropped and foreign writes adopted first."""
         if self._host_adamw is not None:
             self._prepare_host_adamw()
+        if self._host_adamw is not None and self.args.world_size > 1 and self.model_wrapped is self.model:
+            # Accelerate never wraps a model it has prepared: DDP's buckets are as large as the gradients.
+            self.model_wrapped = self.accelerator.prepare_model(self._policy, evaluation_mode=True)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _prepare_host_adamw(self) -> None:
@@ -255,6 +280,11 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As TRL 1.16; the host state is mapped from the file and copied into its slabs, not read twice."""
+        if self._host_adamw is not None and self.args.world_size > 1 and checkpoint is not None:
+            load_optimizer_and_scheduler(self.optimizer, self.lr_scheduler, checkpoint)
+            with without_optimizer(checkpoint) as folder:
+                super()._load_optimizer_and_scheduler(folder)
+            return
         with serialization_config.patch("load.mmap", self._host_adamw is not None):  # type: ignore[attr-defined]
             super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -51,11 +51,15 @@ SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (GRPOTrainer, "_get_per_token_logps_and_entropies", _SCORING_PARAMETERS),
     (AttentionInterface, "register", ("key", "value")),
     (AttentionMaskInterface, "register", ("key", "value")),
+    (Accelerator, "prepare_model", ("evaluation_mode",)),
 )
 _TORCH_SEAMS = (
     (torch._C, "_current_graph_task_id"),
     (torch.autograd.Variable, "_execution_engine"),
     (serialization_config, "patch"),
+    (torch.distributed.ProcessGroup, "_get_backend"),
+    (torch.distributed.ProcessGroup, "_device_types"),
+    (torch.distributed.distributed_c10d, "_get_default_group"),
 )
 
 

@@ -80,7 +80,9 @@ def test_auto_is_stock_when_launched_with(launch: tuple[BudgetGRPOConfig, str]) 
     ("facts", "words"),
     [
         pytest.param({"has_bf16_units": False, "bf16": True}, ("bf16", "8.0"), id="a card without bf16"),
-        pytest.param({"world_size": 2}, ("2 processes",), id="two processes"),
+        pytest.param(
+            {"world_size": 2, "is_adapter": True}, ("2 processes", "adapters"), id="adapters on two processes"
+        ),
         pytest.param({"device_type": "mps"}, ("mps",), id="another accelerator"),
         pytest.param({"is_split_over_devices": True}, ("device map",), id="a split model"),
     ],

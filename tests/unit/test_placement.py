@@ -13,7 +13,11 @@ from trl_budget.placement import PlacementFacts, ResolvedSetting, format_table, 
 OBSTACLES: dict[str, tuple[dict[str, Any], str, str]] = {
     "FSDP": ({"parallelism": "FSDP"}, "launched with FSDP", "launch one plain process"),
     "DeepSpeed": ({"parallelism": "DeepSpeed"}, "launched with DeepSpeed", "launch one plain process"),
-    "two processes": ({"world_size": 2}, "2 processes were launched", "launch one process"),
+    "adapters on two processes": (
+        {"world_size": 2, "is_adapter": True},
+        "2 processes were launched, where adapters keep",
+        "launch one process",
+    ),
     "user's SGD": ({"user_optimizer": "SGD"}, "optimizers= holds a SGD", "pass a HostAdamW, or leave optimizers out"),
     "adafactor": ({"optim": "adafactor"}, "optim='adafactor'", "set optim to one of adamw_torch_fused, adamw_torch"),
     "8 bit": ({"optim": "adamw_8bit"}, "optim='adamw_8bit'", "set optim to one of adamw_torch_fused, adamw_torch"),
@@ -65,6 +69,7 @@ def test_device_is_always_served(facts: dict[str, Any], reason: str, remedy: str
         pytest.param({"device_type": "cpu"}, id="bf16 on the CPU"),
         pytest.param({"device_type": "cpu", "bf16": False}, id="fp32 on the CPU"),
         pytest.param({"device_type": "cpu", "has_bf16_units": False}, id="no card"),
+        pytest.param({"world_size": 2}, id="two processes"),
         pytest.param({"optim": "adamw_torch"}, id="adamw_torch"),
         pytest.param({"user_optimizer": "HostAdamW", "is_user_optimizer_on_host": True}, id="the user's HostAdamW"),
         pytest.param(
@@ -93,7 +98,9 @@ def test_adapters_go_to_the_host_only_when_asked(requested: str, facts: dict[str
 
 def test_every_obstacle_is_named_when_there_are_several() -> None:
     with pytest.raises(SettingsError) as error:
-        resolve_optimizer_placement("host", facts_of(world_size=4, fp16=True, is_split_over_devices=True))
+        resolve_optimizer_placement(
+            "host", facts_of(world_size=4, is_adapter=True, fp16=True, is_split_over_devices=True)
+        )
     for words in ("4 processes", "fp16=True", "device map", "launch one process", "bf16=True", "device_map=None"):
         assert words in str(error.value)
 
