@@ -1,7 +1,13 @@
 """GRPO training for people whose GPUs are cheap: TRL's `GRPOTrainer` with less GPU memory and the same training."""
 
 from trl_budget.config import BudgetGRPOConfig
-from trl_budget.errors import HostMemoryError, NonFiniteGradientError, SettingsError, UpstreamMovedError
+from trl_budget.errors import (
+    HostMemoryError,
+    HostThreadError,
+    NonFiniteGradientError,
+    SettingsError,
+    UpstreamMovedError,
+)
 from trl_budget.host_adamw import HostAdamW
 from trl_budget.trainer import BudgetGRPOTrainer
 from trl_budget.version import __version__
@@ -11,6 +17,7 @@ __all__ = [
     "BudgetGRPOTrainer",
     "HostAdamW",
     "HostMemoryError",
+    "HostThreadError",
     "NonFiniteGradientError",
     "SettingsError",
     "UpstreamMovedError",

@@ -10,7 +10,12 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from trl_budget.placement import OPTIMIZER_PLACEMENTS, check_optimizer_placement
+from trl_budget.placement import (
+    GRADIENT_PLACEMENTS,
+    OPTIMIZER_PLACEMENTS,
+    check_gradient_placement,
+    check_optimizer_placement,
+)
 
 
 @dataclass
@@ -22,6 +27,11 @@ class BudgetGRPOConfig(GRPOConfig):
             16 bytes of host memory per trainable parameter and none on the GPU, where the policy is bf16 only; a step
             costs host memory bandwidth instead of GPU time. "device": stock TRL. "auto": host for full-parameter
             training, device for adapters and for anything host cannot serve, with the reason printed.
+        gradient_placement: when gradients leave the GPU, where the optimizer is on the host. "host": each as soon as
+            backward has made it; the GPU holds a few at a time, the host sums them in fp32 while backward and the next
+            forward run, at the cost of up to 512 MiB of page-locked staging. "device": all when their backward ends,
+            so the GPU holds as many bytes of gradients as of trained weights. "auto": host on CUDA. The sums are the
+            same.
     """
 
     optimizer_placement: str = field(
@@ -34,9 +44,19 @@ class BudgetGRPOConfig(GRPOConfig):
         },
     )
 
+    gradient_placement: str = field(
+        default="auto",
+        metadata={
+            "help": "When gradients leave the GPU, where the optimizer is on the host: 'host' (each as soon as "
+            "backward has made it), 'device' (all when their backward ends), or 'auto' (host on CUDA).",
+            "choices": list(GRADIENT_PLACEMENTS),
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_optimizer_placement(self.optimizer_placement)
+        check_gradient_placement(self.gradient_placement)
 
 
 def budget_setting(args: GRPOConfig, name: str) -> str:

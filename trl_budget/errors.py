@@ -18,3 +18,7 @@ class UpstreamMovedError(RuntimeError):
 
 class NonFiniteGradientError(RuntimeError):
     """Too many optimizer steps in a row were skipped because the gradient norm was infinite or NaN."""
+
+
+class HostThreadError(RuntimeError):
+    """A host thread failed at its part of the work; the error that it met is the cause."""

@@ -29,6 +29,7 @@ from trl_budget.placement import (
     IMPLEMENTATION_OF_OPTIM,
     ResolvedSetting,
     format_table,
+    resolve_gradient_placement,
     resolve_optimizer_placement,
 )
 from trl_budget.version import __version__
@@ -75,6 +76,9 @@ class BudgetGRPOTrainer(GRPOTrainer):
         )
         self._requested_placement = budget_setting(training_args, "optimizer_placement")
         self._placement = resolve_optimizer_placement(self._requested_placement, self._facts)
+        self._given_gradients = optimizer.gradient_placement if isinstance(optimizer, HostAdamW) else None
+        self._requested_gradients = budget_setting(training_args, "gradient_placement")
+        self._resolve_gradients()
         self._master_weights: ParameterSlabs | None = None
         self._host_adamw: HostAdamW | None = None
         with _restored_init_kwargs(training_args):
@@ -83,8 +87,13 @@ class BudgetGRPOTrainer(GRPOTrainer):
                 training_args.model_init_kwargs = {**_init_kwargs(training_args), "device_map": None}
             super().__init__(*bound.args[1:], **bound.kwargs)
             self._build_host_adamw()
-        self.resolved_settings = [self._placement, *self._describe()]
+        self.resolved_settings = [self._placement, self._gradient_placement, *self._describe()]
         self._print_settings()
+
+    def _resolve_gradients(self) -> None:
+        self._gradient_placement = resolve_gradient_placement(
+            self._requested_gradients, self._placement, self._facts.device_type, self._given_gradients
+        )
 
     @property
     def _is_host_placement(self) -> bool:
@@ -112,6 +121,7 @@ class BudgetGRPOTrainer(GRPOTrainer):
             return
         loaded = upstream.with_loaded_model(self._facts, model)
         self._placement = resolve_optimizer_placement(self._requested_placement, loaded)
+        self._resolve_gradients()
         if self._casts_policy:
             self._master_weights = capture_master_weights(model, pin=self.args.device.type == "cuda")
             # The reference is loaded later, with these: a reference of another dtype would make the first KL non-zero.
@@ -131,6 +141,7 @@ class BudgetGRPOTrainer(GRPOTrainer):
             **self._hyperparameters(),
             master_weights=self._master_weights,
             parameter_names={parameter: name for name, parameter in self._policy.named_parameters()},
+            gradient_placement=self._gradient_placement.value,
         )
 
     def _hyperparameters(self) -> dict[str, Any]:
@@ -217,7 +228,8 @@ class BudgetGRPOTrainer(GRPOTrainer):
         reason = f"a {optimizer} was chosen after the trainer was built"
         self._placement = ResolvedSetting(self._placement.name, "device", reason)
         self._host_adamw = None
-        self.resolved_settings = [self._placement, *self._describe()]
+        self._gradient_placement = ResolvedSetting(self._gradient_placement.name, "device", reason)
+        self.resolved_settings = [self._placement, self._gradient_placement, *self._describe()]
         logger.warning("optimizer_placement is now 'device': %s", reason)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
