@@ -31,7 +31,7 @@ from update_phase import PhaseTimes, StepClock, TimedSteps, machine
 from workload import SuppliedRollouts, build_model, reward, tokenizer
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, __version__
-from trl_budget.compute_weights import checksum
+from trl_budget.compute_weights import checksums
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 PACKED = {"padding_free": "on", "max_tokens_per_microbatch": 24_576}
@@ -73,7 +73,7 @@ class RankEquality(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         accelerator = self.trainer.accelerator
         parameters = list(self.trainer.model.parameters())
-        sums = torch.stack([checksum(p) for p in parameters])
+        sums = checksums(parameters)
         smallest = min(parameters, key=lambda p: p.numel()).detach().float()
         gathered = accelerator.gather(sums[None]), accelerator.gather(smallest[None])
         self.are_equal.append(all(torch.equal(ranks, ranks[:1].expand_as(ranks)) for ranks in gathered))

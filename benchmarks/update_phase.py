@@ -4,11 +4,14 @@
 
 Rollouts are supplied, so a step is forward, backward and the optimizer. Micro-batches are stock's own: 2 rows, 16 of
 them. Each mode runs in a process of its own; the first step warms up and, for stock, allocates the Adam state.
+`--set field=value` sets a field of the config, for stock only where `GRPOConfig` has it. `--timeline FILE` records
+when each part of the last step of `ours` ran, without the synchronisation of the phase times (`plot_overlap.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timeline import Timeline
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from workload import NUM_ROWS, SuppliedRollouts, build_model, dataset, reward, tokenizer
@@ -32,15 +36,21 @@ from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, HostAdamW, __version
 MODES = {
     "stock_fp32": "stock TRL, fp32 parameters under bf16 autocast, fp32 Adam state on the GPU",
     "stock_bf16": "stock TRL, bf16 parameters and bf16 Adam state on the GPU",
-    "ours": "bf16 policy, fp32 masters and moments on the host, page-locked",
-    "ours_pageable": "the same with pageable host memory and staging",
+    "ours": "bf16 policy, fp32 masters and moments on the host, gradients leave while backward runs",
+    "ours_device_gradients": "the same, gradients leave when their backward ends",
+    "ours_pageable": "as ours, with pageable host memory and staging",
 }
 
 
 class PhaseTimes:
-    """Seconds per phase of each step, every boundary synchronised with the GPU."""
+    """Seconds per phase of each step, every boundary synchronised with the GPU.
 
-    def __init__(self) -> None:
+    Args:
+        synchronize: False leaves the overlap of GPU and host alone; phases are then the host's only.
+    """
+
+    def __init__(self, synchronize: bool = True) -> None:
+        self._synchronize = _synchronize if synchronize else lambda: None
         self.steps: list[dict[str, float]] = []
         self._open: dict[str, float] = {}
 
@@ -48,11 +58,11 @@ class PhaseTimes:
         self.steps.append({})
 
     def begin(self, phase: str) -> None:
-        _synchronize()
+        self._synchronize()
         self._open[phase] = time.perf_counter()
 
     def end(self, phase: str) -> None:
-        _synchronize()
+        self._synchronize()
         seconds = time.perf_counter() - self._open.pop(phase)
         self.steps[-1][phase] = self.steps[-1].get(phase, 0.0) + seconds
 
@@ -118,7 +128,11 @@ class PageableHostAdamW(HostAdamW):
         super().__init__(*args, **kwargs, pin_memory=False)
 
 
-def training_arguments(config_class: type, output_dir: str, steps: int) -> GRPOConfig:
+def training_arguments(mode: str, output_dir: str, args: argparse.Namespace) -> GRPOConfig:
+    config_class = BudgetGRPOConfig if mode.startswith("ours") else GRPOConfig
+    chosen = {"gradient_placement": "device"} if mode == "ours_device_gradients" else {}
+    chosen.update(pair.split("=", 1) for pair in args.set)
+    known = {field.name for field in dataclasses.fields(config_class)}
     return config_class(
         output_dir=output_dir,
         bf16=True,
@@ -129,43 +143,55 @@ def training_arguments(config_class: type, output_dir: str, steps: int) -> GRPOC
         gradient_accumulation_steps=NUM_ROWS // 2,
         num_generations=8,
         max_completion_length=4096,
-        max_steps=steps,
+        max_steps=args.steps,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **{name: _parsed(value) for name, value in chosen.items() if name in known},
     )
 
 
-def run_mode(mode: str, shape: str, steps: int, scale: float) -> dict[str, Any]:
-    """Builds one trainer, trains `steps` steps and returns its figures."""
+def _parsed(text: str) -> Any:
+    """A number, a boolean, or the text itself."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except json.JSONDecodeError:
+        return text
+
+
+def run_mode(mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Builds one trainer, trains `args.steps` steps and returns its figures."""
     torch.manual_seed(0)
     is_ours = mode.startswith("ours")
     cuda = torch.cuda.is_available()
     dtype = torch.bfloat16 if mode == "stock_bf16" else torch.float32
     # Ours starts from fp32 weights in host memory, as `from_pretrained` leaves them; stock's are on the GPU already.
-    model = build_model(shape, dtype, "cpu" if is_ours or not cuda else "cuda")
+    model = build_model(args.shape, dtype, "cpu" if is_ours or not cuda else "cuda")
     num_parameters = sum(p.numel() for p in model.parameters())
-    times = PhaseTimes()
+    timeline = Timeline(args.timeline, args.steps - 1) if args.timeline and mode == "ours" else None
+    times = PhaseTimes(synchronize=timeline is None)
     clock = StepClock(times)
-    rollouts = SuppliedRollouts(scale)
-    base, config = (BudgetGRPOTrainer, BudgetGRPOConfig) if is_ours else (GRPOTrainer, GRPOConfig)
+    rollouts = SuppliedRollouts(args.scale)
+    base = BudgetGRPOTrainer if is_ours else GRPOTrainer
     trainer_class = type(f"Timed{base.__name__}", (TimedSteps, base), {"times": times})
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
             model=model,
             reward_funcs=reward,
-            args=training_arguments(config, folder, steps),
+            args=training_arguments(mode, folder, args),
             train_dataset=dataset(),
             processing_class=tokenizer(),
-            callbacks=[clock],
+            callbacks=[clock, *([timeline] if timeline else [])],
             rollout_func=rollouts,
             optimizers=(_pageable(mode, model), None),
         )
         construction_seconds = time.perf_counter() - started
-        if is_ours:
+        if mode == "ours_device_gradients":
             _time_gradient_copies(trainer, times)
+        if timeline is not None:
+            timeline.watch(trainer)
         trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     result = {
@@ -195,15 +221,15 @@ def _pageable(mode: str, model: Any) -> Any:
 
 
 def _time_gradient_copies(trainer: Any, times: PhaseTimes) -> None:
-    accumulator = trainer._host_adamw._gradients.accumulator
-    drain = accumulator.drain
+    collector = trainer._host_adamw._gradients.collector
+    collect = collector.collect
 
     def timed(slots: Any) -> None:
         times.begin("gradient_copies")
-        drain(slots)
+        collect(slots)
         times.end("gradient_copies")
 
-    accumulator.drain = timed
+    collector.collect = timed
 
 
 def summary(steps: list[dict[str, float]], peaks: list[int]) -> dict[str, float]:
@@ -235,17 +261,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on every length, for a small machine")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the config")
+    parser.add_argument("--timeline", type=Path, help="JSON file for the intervals of the last step of `ours`")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/update_phase.json"))
     parser.add_argument("--worker", choices=list(MODES), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        args.output.write_text(json.dumps(run_mode(args.worker, args.shape, args.steps, args.scale)))
+        args.output.write_text(json.dumps(run_mode(args.worker, args)))
         return
     results: dict[str, Any] = {}
     for mode in args.modes:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             flags = ["--shape", args.shape, "--steps", str(args.steps), "--scale", str(args.scale)]
+            flags += [part for pair in args.set for part in ("--set", pair)]
+            flags += ["--timeline", str(args.timeline)] if args.timeline else []
             command = [sys.executable, __file__, "--worker", mode, "--output", file.name, *flags]
             subprocess.run(command, check=True)
             results[mode] = json.loads(Path(file.name).read_text())
@@ -273,7 +303,7 @@ def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
     args.output.write_text(json.dumps(report, indent=1) + "\n")
     for name, result in results.items():
         print(
-            f"{name:14s} forward+backward {result['forward_backward_seconds']:7.2f} s  gradient copies "
+            f"{name:22s} forward+backward {result['forward_backward_seconds']:7.2f} s  gradient copies "
             f"{result['gradient_copies_seconds']:6.2f} s  optimizer {result['visible_optimizer_seconds']:6.2f} s  "
             f"peak {result['peak_allocated_gib_after_first_step']:6.2f} GiB  loss {result['loss']}"
         )

@@ -3,6 +3,7 @@
 from trl_budget.config import BudgetGRPOConfig
 from trl_budget.errors import (
     HostMemoryError,
+    HostThreadError,
     NonFiniteGradientError,
     RankError,
     SettingsError,
@@ -17,6 +18,7 @@ __all__ = [
     "BudgetGRPOTrainer",
     "HostAdamW",
     "HostMemoryError",
+    "HostThreadError",
     "NonFiniteGradientError",
     "RankError",
     "SettingsError",

@@ -11,7 +11,12 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from trl_budget.placement import OPTIMIZER_PLACEMENTS, check_optimizer_placement
+from trl_budget.placement import (
+    GRADIENT_PLACEMENTS,
+    OPTIMIZER_PLACEMENTS,
+    check_gradient_placement,
+    check_optimizer_placement,
+)
 from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
 from trl_budget.row_layout import PADDING_FREE, check_max_tokens, check_padding_free
 from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding
@@ -26,6 +31,11 @@ class BudgetGRPOConfig(GRPOConfig):
             16 bytes of host memory per trainable parameter and none on the GPU, where the policy is bf16 only; a step
             costs host memory bandwidth instead of GPU time. "device": stock TRL. "auto": host for full-parameter
             training, device for adapters and for anything host cannot serve, with the reason printed.
+        gradient_placement: when gradients leave the GPU, where the optimizer is on the host. "host": each as soon as
+            backward has made it; the GPU holds a few at a time, the host sums them in fp32 while backward and the next
+            forward run, at the cost of up to 512 MiB of page-locked staging. "device": all when their backward ends,
+            so the GPU holds as many bytes of gradients as of trained weights. "auto": host on CUDA. The sums are the
+            same.
         max_tokens_per_microbatch: how many tokens one forward and backward pass holds at most; a longer row is a pass
             of its own. A memory setting: `per_device_train_batch_size` and `gradient_accumulation_steps` keep deciding
             what an optimizer step is. "auto": what the free device memory allows, for bf16 on CUDA. None: a pass is a
@@ -54,6 +64,14 @@ class BudgetGRPOConfig(GRPOConfig):
         },
     )
 
+    gradient_placement: str = field(
+        default="auto",
+        metadata={
+            "help": "When gradients leave the GPU, where the optimizer is on the host: 'host' (each as soon as "
+            "backward has made it), 'device' (all when their backward ends), or 'auto' (host on CUDA).",
+            "choices": list(GRADIENT_PLACEMENTS),
+        },
+    )
     max_tokens_per_microbatch: int | str | None = field(
         default="auto",
         metadata={
@@ -89,6 +107,7 @@ class BudgetGRPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_optimizer_placement(self.optimizer_placement)
+        check_gradient_placement(self.gradient_placement)
         budget = self.max_tokens_per_microbatch
         if isinstance(budget, str) and budget.isdecimal():
             self.max_tokens_per_microbatch = int(budget)

@@ -26,3 +26,7 @@ class UnservedAttentionError(NotImplementedError):
 
 class RankError(RuntimeError):
     """Another rank failed, died, is at another operation, or did not answer within the process group's timeout."""
+
+
+class HostThreadError(RuntimeError):
+    """A host thread failed at its part of the work; the error that it met is the cause."""

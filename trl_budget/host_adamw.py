@@ -12,7 +12,7 @@ import gc
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,9 @@ from torch.optim.adamw import adamw
 
 from trl_budget.compute_weights import ComputeWeights
 from trl_budget.errors import NonFiniteGradientError, SettingsError
-from trl_budget.grad_offload import BackwardEndHook, GradientAccumulator
+from trl_budget.grad_offload import BackwardHooks, GradientAccumulator, GradientCollector
+from trl_budget.gradient_stream import GradientStream
+from trl_budget.host_threads import HostThreads
 from trl_budget.optimizer_state import (
     UNSERVED_FLAGS,
     check_arguments,
@@ -33,12 +35,14 @@ from trl_budget.optimizer_state import (
 )
 from trl_budget.parameter_slots import ParameterSlot, check_parameter
 from trl_budget.pinned import ParameterSlabs
+from trl_budget.placement import check_gradient_placement
 from trl_budget.streams import CopyEngines
 from trl_budget.team import Arrivals, broadcast_untrained, join_team
 
 logger = logging.getLogger(__name__)
 
-BLOCK_ELEMENTS = 2**22  # a multiple of 16; shorter blocks pay more for calls than they win by staying in cache
+BLOCK_ELEMENTS = 2**20  # a multiple of 16; 4 MB of each tensor, about 1 ms on one core against 30 us of calls
+BLOCKS_BETWEEN_ARRIVALS = 8  # for each thread: some 30 ms on 16 cores
 MAX_CONSECUTIVE_SKIPPED_STEPS = 10
 
 _owners: weakref.WeakValueDictionary[int, HostAdamW] = weakref.WeakValueDictionary()
@@ -75,6 +79,9 @@ class HostAdamW(torch.optim.Optimizer):
         parameter_names: names used in errors and warnings; `param_names` of the groups are used otherwise.
         pin_memory: page-lock the state of CUDA parameters. False costs transfer speed and exists to measure it.
         sharding: with several ranks, which ranks of a node keep and step the optimizer, see `BudgetGRPOConfig`.
+        gradient_placement: "device": gradients stay in `parameter.grad` until their backward ends, then move. "host":
+            each leaves as soon as backward has made it, and is summed while backward goes on. "auto": host if a
+            parameter is on CUDA. The sums are the same. `gradient_placement` then holds which of the two it is.
 
     Raises:
         SettingsError: an argument out of range, a parameter that cannot be served or that a live HostAdamW serves, or
@@ -96,8 +103,10 @@ class HostAdamW(torch.optim.Optimizer):
         parameter_names: Mapping[Parameter, str] | None = None,
         pin_memory: bool = True,
         sharding: str = "auto",
+        gradient_placement: str = "auto",
     ) -> None:
         check_arguments(implementation)
+        check_gradient_placement(gradient_placement)
         self.implementation = implementation
         self.num_consecutive_skipped_steps = 0
         self._given_masters = master_weights
@@ -106,16 +115,25 @@ class HostAdamW(torch.optim.Optimizer):
         self._team = join_team(sharding)
         self._host_state = self._team.host_state(pin_memory=pin_memory)
         self._engines = CopyEngines(pin=pin_memory)
-        self._gradients = self._team.gradients(self._slots, GradientAccumulator(self._engines))
+        self._threads = HostThreads()
         self._compute_weights = ComputeWeights(self._engines)
-        self._hook = BackwardEndHook(weakref.WeakMethod(self._collect_gradients))
-        weakref.finalize(self, self._hook.detach).atexit = False
+        self._hooks = BackwardHooks(weakref.WeakMethod(self._on_gradient), weakref.WeakMethod(self._on_backward_end))
+        weakref.finalize(self, self._hooks.detach).atexit = False
         self._is_built = False
         super().__init__(
             params, torch_defaults(implementation, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         )
         self._is_built = True
+        if gradient_placement == "auto":
+            gradient_placement = "host" if any(p.is_cuda for p in self._parameters()) else "device"
+        self.gradient_placement = gradient_placement
+        self._gradients = self._team.gradients(self._slots, self._gradient_collector(pin_memory), self._threads)
         self._build_slots()
+
+    def _gradient_collector(self, pin_memory: bool) -> GradientCollector:
+        if self.gradient_placement == "host":
+            return GradientStream(self._engines, self._threads, pin=pin_memory)
+        return GradientAccumulator(self._engines, self._threads)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, with host state of its own.
@@ -143,6 +161,7 @@ class HostAdamW(torch.optim.Optimizer):
             defaults: `lr`, `betas`, `eps`, `weight_decay` of groups that do not set them.
         """
         check_arguments(implementation)
+        self._gradients.collector.wait()
         self.implementation = implementation
         self.defaults.update(torch_defaults(implementation, **defaults))
         self.param_groups.clear()
@@ -217,6 +236,12 @@ class HostAdamW(torch.optim.Optimizer):
         self._build_slots()
         self._gradients.drain()
 
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._gradients.on_gradient(parameter)
+
+    def _on_backward_end(self) -> None:
+        self._gradients.on_backward_end(self._build_slots())
+
     # Stepping
 
     @torch.no_grad()
@@ -261,10 +286,27 @@ class HostAdamW(torch.optim.Optimizer):
             **{key: group[key] for key in ("lr", "eps", "weight_decay")},
             **dict.fromkeys(UNSERVED_FLAGS, False),
         }
-        for slot in slots:
-            self._step_slot(slot, settings)
-            self._team.publish(slot)
+        for some in self._between_arrivals(slots):
+            flat = [(slot, cast(Tensor, slot.gradient).reshape(-1)) for slot in some]
+            blocks = [(*pair, start) for pair in flat for start in range(0, pair[1].numel(), BLOCK_ELEMENTS)]
+            self._threads.run(lambda block: self._step_block(*block, settings), blocks)
+            for slot in some:
+                slot.step += 1
+                self._team.publish(slot)
             self._receive(arrivals.ready())
+
+    def _between_arrivals(self, slots: Sequence[ParameterSlot]) -> Iterator[list[ParameterSlot]]:
+        """All slots at once; with several ranks as many as keep the threads busy, to look for others' in between."""
+        batch: list[ParameterSlot] = []
+        num_blocks = 0
+        for slot in slots:
+            batch.append(slot)
+            num_blocks += -(-slot.exp_avg.numel() // BLOCK_ELEMENTS)
+            if self.world_size > 1 and num_blocks >= BLOCKS_BETWEEN_ARRIVALS * self._threads.count:
+                yield batch
+                batch, num_blocks = [], 0
+        if batch:
+            yield batch
 
     def _receive(self, slots: Iterable[ParameterSlot]) -> None:
         """Refreshes the compute weights of parameters that other ranks have stepped."""
@@ -272,17 +314,17 @@ class HostAdamW(torch.optim.Optimizer):
             self._write_all(slot)
             slot.step += 1
 
-    def _step_slot(self, slot: ParameterSlot, settings: dict[str, Any]) -> None:
-        gradient_of_parameter = cast(Tensor, slot.gradient).reshape(-1)
-        state = [tensor.view(-1) for tensor in (slot.master_weights, slot.exp_avg, slot.exp_avg_sq)]
-        for start in range(0, gradient_of_parameter.numel(), BLOCK_ELEMENTS):
-            master, exp_avg, exp_avg_sq = (tensor[start : start + BLOCK_ELEMENTS] for tensor in state)
-            gradient = self._gradients.clipped(slot, gradient_of_parameter[start : start + BLOCK_ELEMENTS])
-            # A copy of the step, which torch's function advances once for each call, hence for each block.
-            adamw([master], [gradient], [exp_avg], [exp_avg_sq], [], [slot.step.clone()], **settings)
-            if not slot.is_in_place:
-                self._compute_weights.write(slot, start, start + master.numel())
-        slot.step += 1
+    @torch.no_grad()
+    def _step_block(self, slot: ParameterSlot, flat_gradient: Tensor, start: int, settings: dict[str, Any]) -> None:
+        """Clips, steps and uploads one block, on one of the host threads."""
+        block = slice(start, start + BLOCK_ELEMENTS)
+        state = [tensor.view(-1)[block] for tensor in (slot.master_weights, slot.exp_avg, slot.exp_avg_sq)]
+        master, exp_avg, exp_avg_sq = state
+        gradient = self._gradients.clipped(slot, flat_gradient[block])
+        # A copy of the step, which torch's function advances once for each call, hence for each block.
+        adamw([master], [gradient], [exp_avg], [exp_avg_sq], [], [slot.step.clone()], **settings)
+        if not slot.is_in_place:
+            self._compute_weights.write(slot, start, start + master.numel())
 
     def _skip_step(self, norm: float) -> None:
         self.num_consecutive_skipped_steps += 1
@@ -396,11 +438,11 @@ class HostAdamW(torch.optim.Optimizer):
 
     # Building
 
-    def _build_slots(self) -> None:
+    def _build_slots(self) -> list[ParameterSlot]:
         """Makes host state for parameters that require gradients and have none: new groups, unfrozen layers."""
         new = [p for p in self._parameters() if p.requires_grad and p not in self._slots]
         if not new:
-            return
+            return []
         names = self._names_of(new)
         with self._team.reporting("build host state"):
             for parameter in new:
@@ -411,8 +453,10 @@ class HostAdamW(torch.optim.Optimizer):
         self._slots.update(built)
         for slot in built.values():
             self._publish(slot)
-            self._hook.attach(slot.parameter)
+            self._hooks.attach(slot.parameter)
+        self._gradients.collector.prepare(built.values())
         self._refresh([slot for slot in built.values() if not slot.is_in_place])
+        return list(built.values())
 
     def _names_of(self, parameters: Iterable[Parameter]) -> dict[Parameter, str]:
         names = {p: f"parameter {index} of shape {tuple(p.shape)}" for index, p in enumerate(self._parameters())}

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trl_budget.grad_offload import GradientAccumulator, check_gradient
+from trl_budget.errors import HostThreadError
+from trl_budget.grad_offload import GradientCollector, check_gradient
 from trl_budget.gradient_norm import total_norm
+from trl_budget.host_threads import ThreadScratch
 from trl_budget.parameter_slots import ParameterSlot
 
 
@@ -24,26 +26,52 @@ class HostGradients:
 
     Args:
         slots: the optimizer's slots; a live view, slots may be added and dropped.
-        accumulator: moves `parameter.grad` to the host.
+        collector: moves `parameter.grad` to the host.
     """
 
-    def __init__(self, slots: Mapping[Parameter, ParameterSlot], accumulator: GradientAccumulator) -> None:
+    def __init__(self, slots: Mapping[Parameter, ParameterSlot], collector: GradientCollector) -> None:
         self._slots = slots
-        self.accumulator = accumulator
+        self.collector = collector
         self._norm: Tensor | None = None
-        self._scratch = torch.empty(0)
+        self._scratch = ThreadScratch()
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Called by the hooks: a running backward has made `parameter.grad`."""
+        slot = self._slots.get(cast(Parameter, parameter))
+        if slot is not None and not slot.is_in_place and parameter.grad is not None:
+            check_gradient(slot)
+            self._norm = None
+            self.collector.on_gradient(slot)
 
     def drain(self) -> None:
-        """Moves every pending `parameter.grad` to its accumulator; gradients of in-place slots stay where they are."""
-        pending = [slot for slot in self._slots.values() if slot.parameter.grad is not None]
+        """Moves every pending `parameter.grad` to its accumulator and waits for what is under way.
+
+        Raises:
+            HostThreadError: summing failed; what has been summed is dropped.
+        """
+        try:
+            self._collect(self._slots.values())
+            self.collector.wait()
+        except HostThreadError:
+            self.forget()
+            raise
+
+    def on_backward_end(self, built: Iterable[ParameterSlot]) -> None:
+        """Called by the hooks: a backward has ended, in which the slots `built` had no hooks yet.
+
+        Where gradients are taken as they come, those of other slots are left alone: another thread's backward may be
+        at work on them.
+        """
+        self._collect(built if self.collector.takes_gradients_as_they_come else self._slots.values())
+
+    def _collect(self, slots: Iterable[ParameterSlot]) -> None:
+        pending = [slot for slot in slots if slot.parameter.grad is not None]
         for slot in pending:
             check_gradient(slot)
         separate = [slot for slot in pending if not slot.is_in_place]
         if separate:
             self._norm = None
-            for slot in separate:
-                slot.scale_accumulator()
-            self.accumulator.drain(separate)
+        self.collector.collect(separate)
 
     def norm(self) -> Tensor:
         """The norm over everything a step would use. Measured again where user code can reach the gradients."""
@@ -90,18 +118,17 @@ class HostGradients:
         return gradients
 
     def clipped(self, slot: ParameterSlot, block: Tensor) -> Tensor:
-        """A flat block of the slot's gradient times its pending coefficient, in a buffer that the next call reuses."""
+        """A flat block of the slot's gradient times its pending coefficient, valid until this thread's next call."""
         if slot.clip_coefficient is None:
             return block
-        if self._scratch.numel() < block.numel():
-            self._scratch = torch.empty(block.numel(), dtype=torch.float32)
-        return torch.mul(block, slot.clip_coefficient, out=self._scratch[: block.numel()])
+        return torch.mul(block, slot.clip_coefficient, out=self._scratch.take(block.numel()))
 
     def zero(self, set_to_none: bool) -> None:
         """Forgets the accumulated gradients, or sets them to zero."""
         if set_to_none:
             self.forget()
             return
+        self.collector.discard()
         for slot in self._slots.values():
             if slot.accumulator is not None:
                 slot.accumulator.zero_()
@@ -109,6 +136,9 @@ class HostGradients:
 
     def forget(self) -> None:
         """Marks every accumulator empty; `parameter.grad` is left alone."""
-        for slot in self._slots.values():
-            slot.forget_gradient()
+        try:
+            self.collector.discard()
+        finally:
+            for slot in self._slots.values():
+                slot.forget_gradient()
         self._norm = None

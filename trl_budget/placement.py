@@ -1,4 +1,4 @@
-"""Decides where the optimizer lives: plain facts in, a value and its reason out.
+"""Decides where the optimizer lives and when gradients leave: plain facts in, a value and its reason out.
 
 Under `auto`, what host placement cannot serve is trained as stock TRL does, and the reason is printed. An explicit
 `host`, or a `HostAdamW` passed as the optimizer, that cannot be served is an error at construction.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from trl_budget.errors import SettingsError
 
 OPTIMIZER_PLACEMENTS = ("auto", "device", "host")
+GRADIENT_PLACEMENTS = ("auto", "device", "host")
 IMPLEMENTATION_OF_OPTIM = {"adamw_torch_fused": "fused", "adamw_torch": "foreach"}
 
 
@@ -177,6 +178,60 @@ def resolve_optimizer_placement(requested: str, facts: PlacementFacts) -> Resolv
         return ResolvedSetting(name, "host", "set by you")
     processes = "one process" if facts.world_size == 1 else f"{facts.world_size} processes"
     return ResolvedSetting(name, "host", f"full-parameter training, {processes}, optim='{facts.optim}'")
+
+
+def check_gradient_placement(requested: str) -> None:
+    """Refuses anything but the three placements.
+
+    Raises:
+        SettingsError: names the value and the three.
+    """
+    if requested not in GRADIENT_PLACEMENTS:
+        raise SettingsError(
+            f"gradient_placement={requested!r} is not a placement. Gradients stay on the device until their backward "
+            f"ends, or leave for the host while it runs. Set gradient_placement to one of "
+            f"{', '.join(GRADIENT_PLACEMENTS)}."
+        )
+
+
+def resolve_gradient_placement(
+    requested: str, optimizer: ResolvedSetting, device_type: str, given: str | None = None
+) -> ResolvedSetting:
+    """Turns the `gradient_placement` field into "host" or "device".
+
+    Args:
+        requested: the field.
+        optimizer: the resolved `optimizer_placement`.
+        device_type: where the policy computes.
+        given: what the `HostAdamW` that the user passed was built with, if there is one.
+
+    Raises:
+        SettingsError: "host" was asked for where the optimizer is on the device, or the user's HostAdamW does other
+            than the field says.
+    """
+    name = "gradient_placement"
+    check_gradient_placement(requested)
+    if optimizer.value == "device":
+        if requested == "host":
+            raise SettingsError(
+                f"gradient_placement='host', but the optimizer is on the device ({optimizer.reason}). Its step reads "
+                "`parameter.grad`, which would be gone. Set gradient_placement='auto', or train with "
+                "optimizer_placement='host'."
+            )
+        return ResolvedSetting(name, "device", "the optimizer on the device reads `parameter.grad`")
+    if given is not None:
+        if requested not in ("auto", given):
+            raise SettingsError(
+                f"gradient_placement={requested!r}, but optimizers= holds a HostAdamW that was built with {given!r}. "
+                f"An optimizer keeps the placement it was built with. Build it with gradient_placement={requested!r}, "
+                "or set the field to 'auto'."
+            )
+        return ResolvedSetting(name, given, "as the HostAdamW in optimizers= was built")
+    if requested != "auto":
+        return ResolvedSetting(name, requested, "set by you")
+    if device_type == "cuda":
+        return ResolvedSetting(name, "host", "gradients leave and are summed in fp32 while backward runs")
+    return ResolvedSetting(name, "device", f"the {device_type} is where the sums are made, nothing has to leave")
 
 
 def format_table(settings: list[ResolvedSetting], title: str) -> str:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trl_budget.errors import SettingsError
-from trl_budget.grad_offload import GradientAccumulator
+from trl_budget.grad_offload import GradientCollector
 from trl_budget.gradient_norm import norm_of_norms, norms_of
 from trl_budget.host_gradients import HostGradients
+from trl_budget.host_threads import HostThreads, ThreadScratch
 from trl_budget.parameter_slots import ParameterSlot
 from trl_budget.ranks import Ranks
 from trl_budget.shared_state import SharedSlot
@@ -30,20 +31,35 @@ class SharedGradients(HostGradients):
 
     Args:
         slots: the optimizer's slots; a live view, in the same order on every rank.
-        accumulator: moves `parameter.grad` to the host.
+        collector: moves `parameter.grad` to the host.
+        threads: sum the ranks' accumulators.
         ranks: the processes of the job.
     """
 
     def __init__(
-        self, slots: Mapping[Parameter, ParameterSlot], accumulator: GradientAccumulator, ranks: Ranks
+        self,
+        slots: Mapping[Parameter, ParameterSlot],
+        collector: GradientCollector,
+        threads: HostThreads,
+        ranks: Ranks,
     ) -> None:
-        super().__init__(slots, accumulator)
+        super().__init__(slots, collector)
+        self._threads = threads
         self._ranks = ranks
         self._is_reduced = False
-        self._sum = torch.empty(CHUNK_ELEMENTS)
+        self._sum = ThreadScratch()
 
     def _shared_slots(self) -> list[SharedSlot]:
         return [cast(SharedSlot, slot) for slot in self._slots.values()]
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Called by the hooks: a running backward has made `parameter.grad`.
+
+        Raises:
+            SettingsError: as `drain`.
+        """
+        self._refuse_late_gradients()
+        super().on_gradient(parameter)
 
     def drain(self) -> None:
         """Moves every pending `parameter.grad` to this rank's accumulator.
@@ -51,14 +67,19 @@ class SharedGradients(HostGradients):
         Raises:
             SettingsError: the step's gradients have been reduced already; others may be reading the accumulators.
         """
+        self._refuse_late_gradients()
+        super().drain()
+
+    def _refuse_late_gradients(self) -> None:
+        if not self._is_reduced:
+            return
         late = [slot.name for slot in self._slots.values() if slot.parameter.grad is not None]
-        if late and self._is_reduced:
+        if late:
             raise SettingsError(
                 f"A backward made gradients ({late[0]}) after the gradients of this step had been reduced over "
                 f"{self._ranks.world_size} ranks. Its gradients would be counted by one rank only. Run all backwards "
                 "of a step before clip_grad_norm_, and step() after it."
             )
-        super().drain()
 
     def reduce(self) -> None:
         """Makes the mean over all ranks, once a step. Collective. A norm must be exchanged before it is read."""
@@ -67,28 +88,39 @@ class SharedGradients(HostGradients):
         slots = self._shared_slots()
         filled = self._ranks.exchange("reduce gradients", bytes(slot.accumulator_is_filled for slot in slots))
         here = [filled[rank] for rank in self._ranks.node_ranks]
+        sums: list[tuple[SharedSlot, list[Tensor], int]] = []
         for index, slot in enumerate(slots):
             slot.is_reduced = True
             slot.reduced = slot.peers[slot.reducer] if any(flags[index] for flags in filled) else None
             if slot.reduced is not None and slot.reducer == self._ranks.local_rank:
-                self._sum_ranks(slot, [bool(flags[index]) for flags in here])
+                sources = [peer.view(-1) for peer, flags in zip(slot.peers, here, strict=True) if flags[index]]
+                sums += [(slot, sources, start) for start in range(0, slot.reduced.numel(), CHUNK_ELEMENTS)]
+        self._threads.run(lambda chunk: self._sum_chunk(*chunk), sums)
+        self._sum_nodes({slot: None for slot, *_ in sums})
         self._is_reduced = True
 
-    def _sum_ranks(self, slot: SharedSlot, is_filled: list[bool]) -> None:
+    @torch.no_grad()
+    def _sum_chunk(self, slot: SharedSlot, sources: list[Tensor], start: int) -> None:
+        """The mean over this node's ranks, in rank order, on one of the host threads; the sum where nodes follow."""
         assert slot.reduced is not None
-        target = slot.reduced.view(-1)
-        sources = [peer.view(-1) for peer, filled in zip(slot.peers, is_filled, strict=True) if filled]
-        for start in range(0, target.numel(), CHUNK_ELEMENTS):
-            stop = min(start + CHUNK_ELEMENTS, target.numel())
-            total = self._sum[: stop - start].zero_() if not sources else self._sum[: stop - start]
-            for index, source in enumerate(sources):
-                total.copy_(source[start:stop]) if index == 0 else total.add_(source[start:stop])
-            if self._ranks.num_nodes == 1:
-                total.div_(self._ranks.world_size)
-            target[start:stop].copy_(total)
-        if self._ranks.num_nodes > 1:
-            self._ranks.sum_over_nodes(target)
-            target.div_(self._ranks.world_size)
+        target = slot.reduced.view(-1)[start : start + CHUNK_ELEMENTS]
+        total = self._sum.take(target.numel())
+        if not sources:
+            total.zero_()
+        for index, source in enumerate(sources):
+            part = source[start : start + CHUNK_ELEMENTS]
+            total.copy_(part) if index == 0 else total.add_(part)
+        if self._ranks.num_nodes == 1:
+            total.div_(self._ranks.world_size)
+        target.copy_(total)
+
+    def _sum_nodes(self, slots: Iterable[SharedSlot]) -> None:
+        if self._ranks.num_nodes == 1:
+            return
+        for slot in slots:
+            assert slot.reduced is not None
+            self._ranks.sum_over_nodes(slot.reduced.view(-1))
+            slot.reduced.div_(self._ranks.world_size)
 
     def of(self, slot: ParameterSlot) -> Tensor | None:
         """The slot's gradient, clipping included. A copy where other ranks may be reading it."""

@@ -16,10 +16,11 @@ from typing import cast
 import torch
 from torch.nn import Parameter
 
-from trl_budget.compute_weights import checksum
+from trl_budget.compute_weights import checksums
 from trl_budget.errors import RankError, SettingsError
-from trl_budget.grad_offload import GradientAccumulator
+from trl_budget.grad_offload import GradientCollector
 from trl_budget.host_gradients import HostGradients
+from trl_budget.host_threads import HostThreads
 from trl_budget.node_memory import NodeMemory
 from trl_budget.parameter_slots import HostState, ParameterSlot
 from trl_budget.pinned import ParameterSlabs
@@ -96,9 +97,11 @@ class OneRank:
         """What allocates masters, moments and accumulators."""
         return HostState(pin_memory=pin_memory)
 
-    def gradients(self, slots: Mapping[Parameter, ParameterSlot], accumulator: GradientAccumulator) -> HostGradients:
+    def gradients(
+        self, slots: Mapping[Parameter, ParameterSlot], collector: GradientCollector, threads: HostThreads
+    ) -> HostGradients:
         """What collects, measures and clips."""
-        return HostGradients(slots, accumulator)
+        return HostGradients(slots, collector)
 
     def master_slabs(self, names: Mapping[Parameter, str], *, pin: bool) -> ParameterSlabs:
         """Empty slabs for the masters of the parameters in `names`."""
@@ -172,9 +175,11 @@ class NodeTeam(OneRank):
         """What allocates masters, moments and accumulators, shared by the node."""
         return SharedHostState(pin_memory=pin_memory, ranks=self.ranks, memory=self._memory, sharding=self.mode)
 
-    def gradients(self, slots: Mapping[Parameter, ParameterSlot], accumulator: GradientAccumulator) -> HostGradients:
+    def gradients(
+        self, slots: Mapping[Parameter, ParameterSlot], collector: GradientCollector, threads: HostThreads
+    ) -> HostGradients:
         """What collects, reduces, measures and clips."""
-        return SharedGradients(slots, accumulator, self.ranks)
+        return SharedGradients(slots, collector, threads, self.ranks)
 
     def master_slabs(self, names: Mapping[Parameter, str], *, pin: bool) -> ParameterSlabs:
         """Empty slabs for the masters, shared by the node where masters are. Collective.
@@ -214,7 +219,7 @@ class NodeTeam(OneRank):
         if not union:
             return union
         # Without the last, floating-point sum: cards of different kinds may round it differently.
-        own = [checksum(slot.parameter)[:2].tolist() for slot in union]
+        own = checksums([slot.parameter for slot in union])[:, :2].tolist()
         sums = self.ranks.exchange("compare foreign writes", own)
         for index, slot in enumerate(union):
             other = next((rank for rank, its in enumerate(sums) if its[index] != sums[0][index]), None)

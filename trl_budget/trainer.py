@@ -30,6 +30,7 @@ from trl_budget.placement import (
     IMPLEMENTATION_OF_OPTIM,
     ResolvedSetting,
     format_table,
+    resolve_gradient_placement,
     resolve_optimizer_placement,
 )
 from trl_budget.team import join_team
@@ -79,6 +80,9 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         self._requested_placement = budget_setting(training_args, "optimizer_placement")
         self._placement = resolve_optimizer_placement(self._requested_placement, self._facts)
         self._sharding = budget_setting(training_args, "optimizer_sharding")
+        self._given_gradients = optimizer.gradient_placement if isinstance(optimizer, HostAdamW) else None
+        self._requested_gradients = budget_setting(training_args, "gradient_placement")
+        self._resolve_gradients()
         self._master_weights: ParameterSlabs | None = None
         self._host_adamw: HostAdamW | None = None
         with _restored_init_kwargs(training_args):
@@ -88,8 +92,13 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
             super().__init__(*bound.args[1:], **bound.kwargs)
             self._build_host_adamw()
         passes = self._resolve_passes(optimizer_on_device=not self._is_host_placement)
-        self.resolved_settings = [self._placement, *self._describe(), *passes]
+        self.resolved_settings = [self._placement, self._gradient_placement, *self._describe(), *passes]
         self._print_settings()
+
+    def _resolve_gradients(self) -> None:
+        self._gradient_placement = resolve_gradient_placement(
+            self._requested_gradients, self._placement, self._facts.device_type, self._given_gradients
+        )
 
     @property
     def _is_host_placement(self) -> bool:
@@ -117,6 +126,7 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
             return
         loaded = upstream.with_loaded_model(self._facts, model)
         self._placement = resolve_optimizer_placement(self._requested_placement, loaded)
+        self._resolve_gradients()
         if self._casts_policy:
             self._master_weights = capture_master_weights(
                 model, pin=self.args.device.type == "cuda", team=join_team(self._sharding)
@@ -141,6 +151,7 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
             master_weights=self._master_weights,
             parameter_names={parameter: name for name, parameter in self._policy.named_parameters()},
             sharding=self._sharding,
+            gradient_placement=self._gradient_placement.value,
         )
         self._host_adamw.broadcast_untrained(self._policy)
 
@@ -244,7 +255,8 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         reason = f"a {optimizer} was chosen after the trainer was built"
         self._placement = ResolvedSetting(self._placement.name, "device", reason)
         self._host_adamw = None
-        self.resolved_settings = [self._placement, *self._describe()]
+        self._gradient_placement = ResolvedSetting(self._gradient_placement.name, "device", reason)
+        self.resolved_settings = [self._placement, self._gradient_placement, *self._describe()]
         logger.warning("optimizer_placement is now 'device': %s", reason)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trl_budget import HostAdamW
-from trl_budget.pinned import host_slab_bytes
+from trl_budget.pinned import HostSlab, host_slab_bytes
 from trl_budget.streams import DOWNLOAD_CHUNK_BYTES
 
 pytestmark = pytest.mark.gpu
@@ -29,17 +29,23 @@ def set_gradients(parameters: list[torch.nn.Parameter], seed: int) -> list[torch
     return [g.float().cpu() for g in gradients]
 
 
+def test_auto_streams_the_gradients_of_cuda_parameters() -> None:
+    assert HostAdamW(cuda_parameters()).gradient_placement == "host"
+
+
+@pytest.mark.parametrize("gradient_placement", ["device", "host"])
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("max_norm", [1.0, 1e9], ids=["clipping binds", "clipping does not bind"])
 def test_host_state_equals_torch_adamw_on_the_same_tensors(
-    implementation: str, dtype: torch.dtype, max_norm: float
+    implementation: str, dtype: torch.dtype, max_norm: float, gradient_placement: str
 ) -> None:
     parameters = cuda_parameters(dtype)
     reference = [torch.nn.Parameter(p.detach().float().cpu()) for p in parameters]
     kind = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     torch_adamw = torch.optim.AdamW(reference, lr=1e-2, weight_decay=0.1, **kind)
-    ours = HostAdamW(parameters, lr=1e-2, weight_decay=0.1, implementation=implementation)
+    settings = {"implementation": implementation, "gradient_placement": gradient_placement}
+    ours = HostAdamW(parameters, lr=1e-2, weight_decay=0.1, **settings)
     for step in range(5 if implementation == "fused" else 2):
         for p, g in zip(reference, set_gradients(parameters, step), strict=True):
             p.grad = g
@@ -55,16 +61,23 @@ def test_host_state_equals_torch_adamw_on_the_same_tensors(
             assert torch.equal(ours.state[p][key], torch_adamw.state[q][key])
 
 
-def test_accumulators_are_exact_when_staging_was_poisoned() -> None:
+def staging_slabs(optimizer: HostAdamW) -> list[HostSlab]:
+    if optimizer.gradient_placement == "host":
+        return [optimizer._gradients.collector._slab]
+    return [buffer.slab for engine in optimizer._engines.values() for buffer in engine._download_ring]
+
+
+@pytest.mark.parametrize("gradient_placement", ["device", "host"])
+def test_accumulators_are_exact_when_staging_was_poisoned(gradient_placement: str) -> None:
     """Long copies and little arithmetic: a consumer that ran ahead of its copy would read NaN."""
     parameters = cuda_parameters()
-    optimizer = HostAdamW(parameters)
+    optimizer = HostAdamW(parameters, gradient_placement=gradient_placement)
     set_gradients(parameters, 0)
     expected = [optimizer.gradient(p).clone() for p in parameters]
     for repeat in range(1, 6):
-        for engine in optimizer._engines.values():
-            for buffer in engine._download_ring:
-                buffer.slab.view(torch.float32).fill_(float("nan"))
+        optimizer._gradients.collector.wait()
+        for slab in staging_slabs(optimizer):
+            slab.view(torch.float32).fill_(float("nan"))
         for total, gradient in zip(expected, set_gradients(parameters, repeat), strict=True):
             total += gradient
     for p, total in zip(parameters, expected, strict=True):

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import digit_dataset, make_trainer, save_tiny_model, tiny_model
+from tiny import comparable_log, digit_dataset, make_trainer, save_tiny_model, tiny_model
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from trl_budget import BudgetGRPOTrainer, upstream
+from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, upstream
 
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "cosine"}
 
@@ -171,3 +171,26 @@ def test_saving_writes_the_bf16_policy(tmp_path: Path) -> None:
     for (name, p), q in zip(trainer.model.named_parameters(), loaded.parameters(), strict=True):
         assert q.dtype == torch.bfloat16
         assert torch.equal(p.detach(), q.detach()), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"max_grad_norm": 1e-3}],
+    ids=["plain", "two passes a step", "checkpointing", "clipping binds"],
+)
+def test_gradients_that_leave_during_backward_train_as_gradients_that_leave_at_its_end(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_BUDGET_HOST_THREADS", "2")
+
+    def trained(placement: str) -> Any:
+        config = {"config_class": BudgetGRPOConfig, "gradient_placement": placement, **settings}
+        trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(), **config)
+        trainer.train()
+        return trainer
+
+    streamed, at_the_end = trained("auto"), trained("device")
+    assert [row.value for row in streamed.resolved_settings if row.name == "gradient_placement"] == ["host"]
+    assert comparable_log(streamed) == comparable_log(at_the_end)
+    for name, master in masters(at_the_end).items():
+        assert torch.equal(masters(streamed)[name], master), name

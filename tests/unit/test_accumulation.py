@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,11 +13,20 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 from torch_reference import backward, random_parameters
 
+from trl_budget import host_adamw
 from trl_budget.errors import SettingsError
 from trl_budget.host_adamw import HostAdamW
 
 NUM_BACKWARDS = 16
 SHAPES = ((1025,), (33, 7), ())
+
+
+@pytest.fixture(autouse=True, params=["device", "host"], ids=["at the end of backward", "streamed"])
+def _gradient_placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this file holds for both."""
+    chosen = functools.partial(host_adamw.HostAdamW, gradient_placement=request.param)
+    monkeypatch.setattr(sys.modules[__name__], "HostAdamW", chosen)
+    monkeypatch.setenv("TRL_BUDGET_HOST_THREADS", "3")
 
 
 def bf16_gradients(seed: int) -> list[Tensor]:
@@ -222,3 +233,14 @@ def test_a_sparse_gradient_is_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(SettingsError, match=r"weight has a sparse gradient.*sparse=False"):
         embedding(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
+
+
+def test_a_parameter_unfrozen_after_construction_is_summed_in_fp32_from_its_first_backward() -> None:
+    frozen, trained = random_parameters([(17,), (17,)], torch.bfloat16)
+    frozen.requires_grad_(False)
+    optimizer = HostAdamW([frozen, trained])
+    frozen.requires_grad_(True)
+    for value in (2.0, 2.0**-9):  # lost if added in bf16
+        backward([frozen, trained], [torch.full((17,), value)] * 2)
+        assert frozen.grad is None
+    assert torch.equal(optimizer.gradient(frozen), torch.full((17,), 2.0 + 2.0**-9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +20,8 @@ from torch_reference import (
     train_pair,
 )
 
+from trl_budget import compute_weights
+from trl_budget.compute_weights import checksums
 from trl_budget.errors import SettingsError
 from trl_budget.host_adamw import HostAdamW
 
@@ -229,3 +232,40 @@ def test_an_fp32_parameter_cast_to_bf16_after_construction_is_refused_by_name() 
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(SettingsError, match=r"embedding was fp32.*now torch.bfloat16 on cpu.*build HostAdamW"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("batch_elements", [10, 100, 2**18])
+def test_a_checksum_does_not_depend_on_the_parameters_it_is_taken_with(
+    batch_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [*MIXED_SHAPES, (0,), (0, 5), (ROWS, COLUMNS), (2, 64)]
+    parameters = [p for dtype in (torch.bfloat16, torch.float32) for p in random_parameters(shapes, dtype)]
+    monkeypatch.setattr(compute_weights, "CHECKSUM_BATCH_ELEMENTS", batch_elements)
+    together = checksums(parameters)
+    assert together.shape == (len(parameters), 3)
+    assert torch.equal(together, torch.cat([checksums([p]) for p in parameters]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("seed", range(30))
+def test_exchanges_fills_and_flips_at_random_places_change_the_checksum(seed: int, dtype: torch.dtype) -> None:
+    generator = random.Random(seed)
+    shape = (generator.randint(2, 40), generator.randint(2, 40))
+    [parameter] = random_parameters([shape], dtype, seed)
+    before = checksums([parameter])
+    flat, original = parameter.data.view(-1), parameter.detach().clone()
+    i, j = generator.sample(range(flat.numel()), 2)
+    row, column = (generator.sample(range(n), 2) for n in shape)
+    writes = (
+        lambda: flat.index_copy_(0, torch.tensor([i, j]), flat[[j, i]]),
+        lambda: parameter.data.index_copy_(0, torch.tensor(row), original[row[::-1]]),
+        lambda: parameter.data.index_copy_(1, torch.tensor(column), original[:, column[::-1]]),
+        lambda: parameter.data.fill_(0.25),
+        lambda: parameter.data.neg_(),
+        lambda: flat.index_fill_(0, torch.tensor([i, j]), -1.5),
+    )
+    for index, write in enumerate(writes):
+        write()
+        assert not torch.equal(checksums([parameter]), before), index
+        parameter.data.copy_(original)
+        assert torch.equal(checksums([parameter]), before)

@@ -1,4 +1,4 @@
-"""Where the optimizer lives: every obstacle, under `auto` (stock, with the reason) and under `host` (an error)."""
+"""Where optimizer and gradients live: obstacles under `auto` (stock, with the reason) and under `host` (an error)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from trl_budget.errors import SettingsError
-from trl_budget.placement import PlacementFacts, ResolvedSetting, format_table, resolve_optimizer_placement
+from trl_budget.placement import (
+    PlacementFacts,
+    ResolvedSetting,
+    format_table,
+    resolve_gradient_placement,
+    resolve_optimizer_placement,
+)
 
 # facts that differ from a servable run, words of the reason, words of the remedy
 OBSTACLES: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -128,3 +134,49 @@ def test_the_policy_is_cast_only_for_full_bf16_training_on_cuda(facts: dict[str,
 def test_the_table_aligns_names_values_and_reasons() -> None:
     rows = [ResolvedSetting("a", "host", "because"), ResolvedSetting("longer", "x", "why")]
     assert format_table(rows, "Settings") == "Settings\n  a       host  because\n  longer  x     why"
+
+
+ON_HOST = ResolvedSetting("optimizer_placement", "host", "full-parameter training")
+ON_DEVICE = ResolvedSetting("optimizer_placement", "device", "adapters are small")
+
+
+@pytest.mark.parametrize(
+    ("requested", "optimizer", "device_type", "given", "expected", "reason"),
+    [
+        ("auto", ON_HOST, "cuda", None, "host", "while backward runs"),
+        ("auto", ON_HOST, "cpu", None, "device", "nothing has to leave"),
+        ("auto", ON_DEVICE, "cuda", None, "device", "reads `parameter.grad`"),
+        ("device", ON_DEVICE, "cuda", None, "device", "reads `parameter.grad`"),
+        ("device", ON_HOST, "cuda", None, "device", "set by you"),
+        ("host", ON_HOST, "cuda", None, "host", "set by you"),
+        ("host", ON_HOST, "cpu", None, "host", "set by you"),
+        ("auto", ON_HOST, "cuda", "device", "device", "as the HostAdamW in optimizers= was built"),
+        ("device", ON_HOST, "cuda", "device", "device", "as the HostAdamW in optimizers= was built"),
+    ],
+)
+def test_gradients_go_where_the_optimizer_reads_them(
+    requested: str, optimizer: ResolvedSetting, device_type: str, given: str | None, expected: str, reason: str
+) -> None:
+    setting = resolve_gradient_placement(requested, optimizer, device_type, given)
+    assert (setting.name, setting.value) == ("gradient_placement", expected)
+    assert reason in setting.reason
+
+
+def test_gradients_on_the_host_are_refused_where_the_optimizer_is_on_the_device() -> None:
+    with pytest.raises(SettingsError) as error:
+        resolve_gradient_placement("host", ON_DEVICE, "cuda")
+    message = str(error.value)
+    assert message.startswith("gradient_placement='host', but the optimizer is on the device (adapters are small).")
+    assert "Set gradient_placement='auto'" in message and "optimizer_placement='host'" in message
+
+
+def test_a_field_that_contradicts_the_users_optimizer_is_refused() -> None:
+    with pytest.raises(
+        SettingsError, match=r"='host', but optimizers= holds a HostAdamW that was built with 'device'"
+    ):
+        resolve_gradient_placement("host", ON_HOST, "cuda", "device")
+
+
+def test_an_unknown_gradient_placement_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"gradient_placement='gpu' .*Set gradient_placement to one of auto"):
+        resolve_gradient_placement("gpu", ON_HOST, "cuda")

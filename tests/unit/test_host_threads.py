@@ -1,0 +1,146 @@
+"""Blocks of host work on threads of one core each: all are done, errors arrive, torch's own settings stay."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_budget.host_threads import THREADS_VARIABLE, HostThreads, ThreadScratch, host_thread_count
+
+
+def on_a_fresh_thread(function: object) -> object:
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.fixture
+def two_intra_op_threads() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 2, 3, 1000])
+def test_every_item_is_worked_on_once(num_items: int) -> None:
+    seen: list[int] = []
+    HostThreads(3).run(seen.append, range(num_items))
+    assert sorted(seen) == list(range(num_items))
+
+
+def test_a_slow_item_holds_up_none_of_the_others() -> None:
+    gate, seen = threading.Event(), []
+
+    def work(item: int) -> None:
+        if item == 0:
+            assert gate.wait(30)
+        seen.append(item)
+        if len(seen) == 99:
+            gate.set()
+
+    HostThreads(3).run(work, range(100))
+    assert seen[-1] == 0
+
+
+def test_an_error_is_raised_and_what_had_not_begun_is_left_out() -> None:
+    seen: list[int] = []
+
+    def work(item: int) -> None:
+        if item == 3:
+            raise ArithmeticError("on purpose")
+        time.sleep(0.001)
+        seen.append(item)
+
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        HostThreads(2).run(work, range(1000))
+    assert len(seen) < 100
+
+
+def test_the_pool_works_on_after_an_error() -> None:
+    threads, seen = HostThreads(2), []
+    with pytest.raises(ZeroDivisionError):
+        threads.run(lambda item: 1 // item, range(10))
+    threads.run(seen.append, range(10))
+    assert sorted(seen) == list(range(10))
+
+
+def test_the_threads_run_torch_on_one_core_and_all_others_as_before(two_intra_op_threads: None) -> None:
+    threads = HostThreads(3)
+    threads.start()
+    barrier = threading.Barrier(3)
+
+    def count() -> int:
+        barrier.wait(30)
+        torch.zeros(2**20).add_(1)
+        return torch.get_num_threads()
+
+    assert [future.result() for future in [threads.submit(count) for _ in range(3)]] == [1, 1, 1]
+    assert torch.get_num_threads() == 2
+    assert on_a_fresh_thread(lambda: torch.zeros(2**20).add_(1) is None or torch.get_num_threads()) == 2
+
+
+def test_operations_on_the_threads_start_no_threads_of_their_own(two_intra_op_threads: None) -> None:
+    threads = HostThreads(3)
+    threads.start()
+    before = len(list(Path("/proc/self/task").iterdir()))
+    threads.run(lambda _: torch.zeros(2**22).add_(1), range(12))
+    assert len(list(Path("/proc/self/task").iterdir())) == before
+
+
+def test_each_thread_has_a_scratch_of_its_own() -> None:
+    scratch, barrier, addresses = ThreadScratch(), threading.Barrier(3), []
+
+    def take(_: int) -> None:
+        addresses.append(scratch.take(100).data_ptr())
+        barrier.wait(30)
+
+    HostThreads(3).run(take, range(3))
+    assert len(set(addresses)) == 3
+
+
+def test_scratch_is_kept_from_call_to_call() -> None:
+    scratch = ThreadScratch()
+    assert scratch.take(100).data_ptr() == scratch.take(7).data_ptr()
+    assert scratch.take(200).shape == (200,)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 16),
+        ({"OMP_NUM_THREADS": "4"}, 4),
+        ({"OMP_NUM_THREADS": "4,2"}, 4),
+        ({"OMP_NUM_THREADS": "64"}, 16),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "nonsense"}, 16),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "2"}, 2),
+        ({"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}, 4),
+        ({"LOCAL_WORLD_SIZE": "32"}, 1),
+        ({"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1", THREADS_VARIABLE: "1"}, 1),
+        ({THREADS_VARIABLE: "24"}, 24),
+    ],
+    ids=str,
+)
+def test_the_number_of_threads_follows_the_environment(environment: dict[str, str], expected: int) -> None:
+    assert host_thread_count(environment, num_cores=16) == expected
+
+
+def test_torchruns_single_thread_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    host_thread_count({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, num_cores=16)
+    [message] = caplog.messages
+    assert "OMP_NUM_THREADS is 1, which torchrun sets" in message
+    assert "8 threads" in message and "16 cores" in message and THREADS_VARIABLE in message
+
+
+@pytest.mark.parametrize("environment", [{}, {"OMP_NUM_THREADS": "1"}, {"LOCAL_WORLD_SIZE": "2"}], ids=str)
+def test_nothing_else_warns(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    host_thread_count(environment, num_cores=16)
+    assert caplog.messages == []

@@ -1,0 +1,163 @@
+"""A few host threads that take blocks of tensor work one by one, each running torch on one core.
+
+torch's own OpenMP loop cuts every operation into equal parts and waits for the slowest at the end of each; a block of
+a few MB that goes through all its operations on one core stays in that core's cache and waits for nobody. The bits do
+not depend on who takes which block: blocks are disjoint, and what is done to each is elementwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Item = TypeVar("Item")
+
+logger = logging.getLogger(__name__)
+
+THREADS_VARIABLE = "TRL_BUDGET_HOST_THREADS"
+THREAD_NAME = "trl-budget-host"
+_start_lock = threading.Lock()  # starting threads changes a setting of the whole process for a moment
+
+
+class HostThreads:
+    """A pool of threads with one intra-op thread each; the process' own torch settings stay as they are.
+
+    The threads end when the pool is collected, after the work they were given, and nobody waits for that: the garbage
+    collector runs anywhere, also inside the locks that a wait would need. At exit the executor's module joins them.
+
+    Args:
+        count: how many, at least 1; `host_thread_count()` when None.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = host_thread_count() if count is None else count
+        self._executor: ThreadPoolExecutor | None = None
+
+    def start(self) -> None:
+        """Starts the threads, if they are not running yet.
+
+        A thread takes its number of cores at its first parallel operation, from the number that the process set last.
+        That number is 1 while the threads start and set back before this returns; another thread that runs its first
+        operation in between gets one core too.
+        """
+        with _start_lock:
+            if self._executor is not None:
+                return
+            num_threads = torch.get_num_threads()
+            executor = ThreadPoolExecutor(self.count, thread_name_prefix=THREAD_NAME)
+            everyone = threading.Barrier(self.count)
+            torch.set_num_threads(1)
+            try:
+                for started in [executor.submit(_take_one_core, everyone) for _ in range(self.count)]:
+                    started.result()
+            finally:
+                torch.set_num_threads(num_threads)
+            self._executor = executor
+
+    def close(self) -> None:
+        """Ends the threads and waits until they have done their work."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+
+    def submit(self, work: Callable[..., None], *args: object) -> Future[None]:
+        """Queues one call; calls are begun in the order in which they were queued."""
+        if self._executor is None:
+            self.start()
+        assert self._executor is not None
+        return self._executor.submit(work, *args)
+
+    def run(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
+        """Calls `work` on every item, on whichever thread is free, and returns when all are done.
+
+        One item, or a pool of one, runs on the calling thread, with the cores that torch may use there.
+
+        Raises:
+            Exception: the first that `work` raised; items not begun by then are left out.
+        """
+        pending = deque(items)
+        if len(pending) <= 1 or self.count == 1:
+            for item in pending:
+                work(item)
+            return
+
+        jobs = [work]  # emptied at the end: a thread that still holds the call must not keep alive what `work` holds
+        takers = [self.submit(_take, jobs, pending) for _ in range(min(self.count, len(pending)))]
+        try:
+            for taker in takers:
+                taker.result()
+        finally:
+            pending.clear()
+            wait(takers)  # after an error or an interrupt no thread may go on writing
+            jobs.clear()
+
+
+class ThreadScratch(threading.local):
+    """An fp32 host buffer for each thread that asks, kept from call to call so that it stays in the core's cache."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.float32)
+
+    def take(self, num_elements: int) -> Tensor:
+        """`[num_elements]`, fp32, uninitialised, valid until this thread's next call."""
+        if self._buffer.numel() < num_elements:
+            self._buffer = torch.empty(num_elements, dtype=torch.float32)
+        return self._buffer[:num_elements]
+
+
+def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: int | None = None) -> int:
+    """How many threads this process may keep busy.
+
+    `TRL_BUDGET_HOST_THREADS` if it is set. Otherwise the cores that the process may run on, split between the
+    processes on this machine (`LOCAL_WORLD_SIZE`), or `OMP_NUM_THREADS` if that is less. The 1 that torchrun sets for
+    every process is not taken for a wish: it is named in a warning.
+
+    Args:
+        environment: environment variables.
+        num_cores: cores of the process; its CPU affinity when None.
+    """
+    if own := environment.get(THREADS_VARIABLE):
+        return max(1, int(own))
+    num_cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
+    num_local_ranks = max(1, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    share = max(1, num_cores // num_local_ranks)
+    wished = environment.get("OMP_NUM_THREADS", "").split(",")[0]
+    if not wished.isdigit() or int(wished) == 0:
+        return share
+    if num_local_ranks > 1 and wished == "1" and share > 1:
+        logger.warning(
+            "OMP_NUM_THREADS is 1, which torchrun sets where nothing else is asked for; one core would make the host "
+            "step slow. HostAdamW uses %d threads, this process' share of %d cores. Set OMP_NUM_THREADS to more than "
+            "1, or %s, to choose.",
+            share,
+            num_cores,
+            THREADS_VARIABLE,
+        )
+        return share
+    return min(share, int(wished))
+
+
+def _take_one_core(everyone: threading.Barrier) -> None:
+    everyone.wait()  # each of the calls gets a thread of its own
+    torch.zeros(2**17).add_(1)  # long enough to be a parallel operation
+
+
+def _take(jobs: list[Callable[[Item], None]], pending: deque[Item]) -> None:
+    try:
+        while pending:
+            try:
+                item = pending.popleft()
+            except IndexError:  # another thread was faster
+                return
+            jobs[0](item)
+    except BaseException:
+        pending.clear()
+        raise
