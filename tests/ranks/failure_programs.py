@@ -51,7 +51,7 @@ def dies_while_stepping(sharding: str) -> Any:
     optimizer = HostAdamW(parameters, sharding=sharding)
     one_step(optimizer, parameters)
     if dist.get_rank() == 0:
-        optimizer._step_slot = lambda *_: os._exit(9)
+        optimizer._step_block = lambda *_: os._exit(9)
     return error_of(lambda: one_step(optimizer, parameters, 1))
 
 
@@ -73,7 +73,7 @@ def fails_while_stepping() -> Any:
         def fail(*_: Any) -> None:
             raise SettingsError("the reason of rank 1.")
 
-        optimizer._step_slot = fail
+        optimizer._step_block = fail
     return error_of(lambda: one_step(optimizer, parameters))
 
 
