@@ -280,6 +280,16 @@ def test_clipping_is_applied_once_to_what_had_been_summed_before_it() -> None:
     assert torch.equal(optimizer.gradient(parameter), clipped + 0.5)
 
 
+def test_a_gradient_whose_copy_is_slow_is_still_summed_before_the_next_one() -> None:
+    [parameter] = random_parameters([(BLOCK_ELEMENTS,)], torch.bfloat16)
+    sender = LateSender()
+    optimizer = streaming([parameter], sender)
+    sender.random.uniform = lambda *_: 0.2 if sender.events == ["send"] else 0.0
+    for _ in range(2):
+        backward([parameter], [torch.ones(BLOCK_ELEMENTS)])
+    assert torch.equal(optimizer.gradient(parameter), torch.full((BLOCK_ELEMENTS,), 2.0))
+
+
 def test_two_backwards_through_one_graph_are_both_counted() -> None:
     [parameter] = random_parameters([(300,)], torch.bfloat16)
     optimizer = streaming([parameter], LateSender(0.001))
