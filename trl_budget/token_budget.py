@@ -46,8 +46,12 @@ class TokenBudgetTrainer(GRPOTrainer):
     _served: Outputs | None = None
     _loss_inputs: MicroBatch | None = None
 
-    def _resolve_passes(self, *, optimizer_on_device: bool) -> list[ResolvedSetting]:
-        """Decides layout, budget and reuse. The model must be where it trains, with its gradients still to come."""
+    def _resolve_passes(self, *, copies_to_come: int) -> list[ResolvedSetting]:
+        """Decides layout, budget and reuse. The model must be where it trains.
+
+        Args:
+            copies_to_come: see `upstream_model.available_tokens`.
+        """
         facts = upstream.layout_facts(self, TokenBudgetTrainer)
         self._reuse_facts = upstream.reuse_facts(self, TokenBudgetTrainer)
         reuse = resolve_reuse(budget_setting(self.args, "reuse_old_logprobs"), self._reuse_facts)
@@ -62,7 +66,7 @@ class TokenBudgetTrainer(GRPOTrainer):
         tokens, max_tokens = resolve_max_tokens(
             budget_setting(self.args, "max_tokens_per_microbatch"),
             facts,
-            lambda: upstream.available_tokens(self, shape, optimizer_on_device=optimizer_on_device),
+            lambda: upstream.available_tokens(self, shape, copies_to_come=copies_to_come),
         )
         self._layout = layout.value
         self._reuses_logprobs = reuse.value == "on" and self._reuse_facts.corrects_sampling

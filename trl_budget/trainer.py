@@ -91,8 +91,9 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
                 training_args.model_init_kwargs = {**_init_kwargs(training_args), "device_map": None}
             super().__init__(*bound.args[1:], **bound.kwargs)
             self._build_host_adamw()
-        passes = self._resolve_passes(optimizer_on_device=not self._is_host_placement)
-        self.resolved_settings = [self._placement, self._gradient_placement, *self._describe(), *passes]
+        gradients_on_device = 0 if self._gradient_placement.value == "host" else 1
+        self._passes = self._resolve_passes(copies_to_come=gradients_on_device if self._is_host_placement else 3)
+        self.resolved_settings = self._all_settings()
         self._print_settings()
 
     def _resolve_gradients(self) -> None:
@@ -191,6 +192,9 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         finally:
             self.optimizer_cls_and_kwargs = None
 
+    def _all_settings(self) -> list[ResolvedSetting]:
+        return [self._placement, self._gradient_placement, *self._describe(), *self._passes]
+
     def _describe(self) -> list[ResolvedSetting]:
         parameters = [p for p in self._policy.parameters() if p.requires_grad]
         dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
@@ -256,7 +260,7 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         self._placement = ResolvedSetting(self._placement.name, "device", reason)
         self._host_adamw = None
         self._gradient_placement = ResolvedSetting(self._gradient_placement.name, "device", reason)
-        self.resolved_settings = [self._placement, self._gradient_placement, *self._describe()]
+        self.resolved_settings = self._all_settings()
         logger.warning("optimizer_placement is now 'device': %s", reason)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:

@@ -153,13 +153,14 @@ def model_shape(trainer: Any) -> ModelShape:
     )
 
 
-def available_tokens(trainer: Any, shape: ModelShape, *, optimizer_on_device: bool) -> int:
+def available_tokens(trainer: Any, shape: ModelShape, *, copies_to_come: int) -> int:
     """How many tokens a pass has device memory for, once the trainer is built.
 
     Args:
         trainer: its model is on the device, vLLM asleep or what it leaves free.
         shape: the policy.
-        optimizer_on_device: whether moments will be allocated beside the gradients.
+        copies_to_come: how many tensors of every trained parameter's size the device is still to hold: its gradient,
+            its two moments.
     """
     device = trainer.args.device
     free, total = torch.cuda.mem_get_info(device)
@@ -167,4 +168,4 @@ def available_tokens(trainer: Any, shape: ModelShape, *, optimizer_on_device: bo
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     free = min(free, int(fraction * total) - reserved) + reserved - allocated
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
-    return tokens_that_fit(free, trained * (3 if optimizer_on_device else 1), shape)
+    return tokens_that_fit(free, copies_to_come * trained, shape)
