@@ -25,7 +25,7 @@ from torch_reference import (
     train_pair,
 )
 
-from trl_budget import gradient_stream
+from trl_budget import gradient_stream, host_adamw
 from trl_budget.errors import HostThreadError, SettingsError
 from trl_budget.gradient_stream import GradientStream
 from trl_budget.host_adamw import HostAdamW
@@ -96,6 +96,7 @@ class FailingSender(LateSender):
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_stream, "ADD_BLOCK_ELEMENTS", BLOCK_ELEMENTS)
+    monkeypatch.setattr(host_adamw, "BLOCK_ELEMENTS", BLOCK_ELEMENTS)
 
 
 def streaming(parameters: list[Parameter], sender: LateSender | None = None, **settings: object) -> HostAdamW:
