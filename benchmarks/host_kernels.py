@@ -28,7 +28,7 @@ from torch.optim.adamw import adamw
 
 from trl_budget.compute_weights import checksums
 from trl_budget.grad_offload import add_gradient
-from trl_budget.host_threads import HostThreads, ThreadScratch
+from trl_budget.host_threads import HostThreads, ThreadScratch, num_host_cores
 
 BLOCKS = (2**18, 2**19, 2**20, 2**21, 2**22, 2**23)
 POOL_BLOCKS = (2**18, 2**19, 2**20, 2**21, 2**22)
@@ -101,13 +101,14 @@ def measure(elements: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def measure_pool(elements: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Clip and AdamW, and the gradient sum, by blocks: OpenMP within each block against blocks over the pool."""
+    """Clip and AdamW, and the gradient sum, by blocks: OpenMP within each block against blocks over pools."""
     tensors = [torch.full((elements,), value) for value in (0.5, 1e-3, 1e-4, 1e-6)]
     accumulator, low = torch.zeros(elements), torch.full((elements,), 1e-3, dtype=torch.bfloat16)
     coefficient, step, scratch = torch.tensor(0.5), torch.tensor(1.0), ThreadScratch()
     figures: dict[str, dict[str, float]] = {"clip_adamw": {}, "first_gradient": {}, "add": {}}
-    threads = HostThreads()
-    threads.start()
+    pools = {f"{count} threads": HostThreads(count) for count in sorted({2, 4, num_host_cores()})}
+    for pool in pools.values():
+        pool.start()
     for block in POOL_BLOCKS:
 
         def step_block(start: int, direct: bool = False, block: int = block) -> None:
@@ -132,9 +133,10 @@ def measure_pool(elements: int, repeats: int) -> dict[str, dict[str, float]]:
         for group, variants in kernels.items():
             for name, kernel in variants.items():
                 by_omp = functools.partial(_each, kernel, starts)
-                by_pool = functools.partial(threads.run, kernel, starts)
                 figures[group][f"omp {block}{name}"] = best(by_omp, repeats)
-                figures[group][f"pool {block}{name}"] = best(by_pool, repeats)
+                for label, pool in pools.items():
+                    by_pool = functools.partial(pool.run, kernel, starts)
+                    figures[group][f"{label} {block}{name}"] = best(by_pool, repeats)
     return figures
 
 
@@ -185,7 +187,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "elements": elements,
         "cpu_threads": torch.get_num_threads(),
-        "pool_threads": HostThreads().count,
+        "host_cores": num_host_cores(),
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "commit": args.commit,

@@ -20,8 +20,9 @@ from trl_budget.parameter_slots import ParameterSlot
 from trl_budget.streams import DOWNLOAD_CHUNK_BYTES, CopyEngines
 
 # torch's mixed-dtype `fp32.add_(bf16)` takes .603 s for 1e9 elements on 16 cores; converting into a buffer that stays
-# in cache and adding fp32 to fp32 takes .125 s (benchmarks/results/host_kernels.json).
-ADD_BLOCK_ELEMENTS = 2**20
+# in cache and adding fp32 to fp32 takes .131 s (.125 s in blocks a quarter as long, which cost four times the calls;
+# benchmarks/results/host_kernels.json).
+ADD_BLOCK_ELEMENTS = 2**22
 
 
 class GradientCollector(Protocol):

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from trl_budget.host_threads import num_host_cores
+
 THREADED_FROM_ELEMENTS = 2**24
 
 
@@ -40,7 +42,7 @@ def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
         return [torch.linalg.vector_norm(gradient) for gradient in gradients]
     norms: dict[int, Tensor] = {}
     largest_first = sorted(range(len(gradients)), key=lambda index: -gradients[index].numel())
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+    with ThreadPoolExecutor(num_host_cores()) as pool:
         measured = pool.map(lambda index: torch.linalg.vector_norm(gradients[index]), largest_first)
         norms.update(zip(largest_first, measured, strict=True))
     return [norms[index] for index in range(len(gradients))]

@@ -1,18 +1,22 @@
-"""A few host threads that take blocks of tensor work one by one, each running torch on one core.
+"""Host threads that take blocks of tensor work one by one, and the cores that torch may use in each of them.
 
-torch's own OpenMP loop cuts every operation into equal parts and waits for the slowest at the end of each; a block of
-a few MB that goes through all its operations on one core stays in that core's cache and waits for nobody. The bits do
-not depend on who takes which block: blocks are disjoint, and what is done to each is elementwise.
+By default one thread beside the calling one, both with all the cores this process may use: torch's own OpenMP loop
+splits each operation. Several threads with fewer cores each take blocks as they become free and wait for nobody, but
+they take turns at the interpreter's lock: 16 threads of one core each stepped 4 B parameters in 2.9 to 4.9 s on 16
+cores, one thread in 1.8 s (benchmarks/results/update_phase_pool.json, packed_update.json). The bits do not depend on
+who takes which block: blocks are disjoint, and what is done to each is elementwise.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -28,38 +32,36 @@ _start_lock = threading.Lock()  # starting threads changes a setting of the whol
 
 
 class HostThreads:
-    """A pool of threads with one intra-op thread each; the process' own torch settings stay as they are.
+    """A pool of threads that share the cores of this process; its own torch settings stay as they are.
 
     The threads end when the pool is collected, after the work they were given, and nobody waits for that: the garbage
     collector runs anywhere, also inside the locks that a wait would need. At exit the executor's module joins them.
 
     Args:
-        count: how many, at least 1; `host_thread_count()` when None.
+        count: how many threads, at least 1.
+        cores: how many cores torch uses in each; an equal share of `num_host_cores()` when None.
     """
 
-    def __init__(self, count: int | None = None) -> None:
-        self.count = host_thread_count() if count is None else count
+    def __init__(self, count: int = 1, cores: int | None = None) -> None:
+        self.count = count
+        self.cores = max(1, num_host_cores() // count) if cores is None else cores
         self._executor: ThreadPoolExecutor | None = None
 
     def start(self) -> None:
         """Starts the threads, if they are not running yet.
 
         A thread takes its number of cores at its first parallel operation, from the number that the process set last.
-        That number is 1 while the threads start and set back before this returns; another thread that runs its first
-        operation in between gets one core too.
+        That number is `cores` while the threads start and set back before this returns; another thread that runs its
+        first operation in between gets as many.
         """
         with _start_lock:
             if self._executor is not None:
                 return
-            num_threads = torch.get_num_threads()
             executor = ThreadPoolExecutor(self.count, thread_name_prefix=THREAD_NAME)
             everyone = threading.Barrier(self.count)
-            torch.set_num_threads(1)
-            try:
-                for started in [executor.submit(_take_one_core, everyone) for _ in range(self.count)]:
+            with _cores(self.cores):
+                for started in [executor.submit(_take_cores, everyone) for _ in range(self.count)]:
                     started.result()
-            finally:
-                torch.set_num_threads(num_threads)
             self._executor = executor
 
     def close(self) -> None:
@@ -78,15 +80,16 @@ class HostThreads:
     def run(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
         """Calls `work` on every item, on whichever thread is free, and returns when all are done.
 
-        One item, or a pool of one, runs on the calling thread, with the cores that torch may use there.
+        One item, or a pool of one, runs on the calling thread, with the cores of a thread of the pool.
 
         Raises:
             Exception: the first that `work` raised; items not begun by then are left out.
         """
         pending = deque(items)
         if len(pending) <= 1 or self.count == 1:
-            for item in pending:
-                work(item)
+            with _cores(self.cores):
+                for item in pending:
+                    work(item)
             return
 
         jobs = [work]  # emptied at the end: a thread that still holds the call must not keep alive what `work` holds
@@ -114,7 +117,7 @@ class ThreadScratch(threading.local):
 
 
 def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: int | None = None) -> int:
-    """How many threads this process may keep busy.
+    """How many cores this process may keep busy.
 
     `TRL_BUDGET_HOST_THREADS` if it is set. Otherwise the cores that the process may run on, split between the
     processes on this machine (`LOCAL_WORLD_SIZE`), or `OMP_NUM_THREADS` if that is less. The 1 that torchrun sets for
@@ -135,8 +138,8 @@ def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: in
     if num_local_ranks > 1 and wished == "1" and share > 1:
         logger.warning(
             "OMP_NUM_THREADS is 1, which torchrun sets where nothing else is asked for; one core would make the host "
-            "step slow. HostAdamW uses %d threads, this process' share of %d cores. Set OMP_NUM_THREADS to more than "
-            "1, or %s, to choose.",
+            "step slow. HostAdamW uses %d threads for torch, this process' share of %d cores. Set OMP_NUM_THREADS to "
+            "more than 1, or %s, to choose.",
             share,
             num_cores,
             THREADS_VARIABLE,
@@ -145,7 +148,27 @@ def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: in
     return min(share, int(wished))
 
 
-def _take_one_core(everyone: threading.Barrier) -> None:
+@functools.cache
+def num_host_cores() -> int:
+    """`host_thread_count` of this process, found once."""
+    return host_thread_count()
+
+
+@contextmanager
+def _cores(num_cores: int) -> Iterator[None]:
+    """Torch uses `num_cores` on this thread, and on threads that run their first operation meanwhile."""
+    before = torch.get_num_threads()
+    if before == num_cores:
+        yield
+        return
+    torch.set_num_threads(num_cores)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _take_cores(everyone: threading.Barrier) -> None:
     everyone.wait()  # each of the calls gets a thread of its own
     torch.zeros(2**17).add_(1)  # long enough to be a parallel operation
 

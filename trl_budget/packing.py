@@ -29,17 +29,17 @@ class PassCost:
     quadratic: float = 0.0
 
     def tokens(self, lengths: Sequence[RowLength]) -> int:
-        """Tokens that the pass holds on the device, padding included."""
+        """Tokens that the pass holds on the device, padding included; an empty row counts as one."""
         if not lengths:
             return 0
         if self.is_packed:
-            return sum(map(sum, lengths))
+            return sum(max(1, sum(length)) for length in lengths)
         prompts, completions = zip(*lengths, strict=True)
         return len(lengths) * (max(prompts) + max(completions))
 
     def of_row(self, length: RowLength) -> float:
         """Time of one row, in tokens of the linear layers."""
-        tokens = sum(length)
+        tokens = max(1, sum(length))
         return tokens + self.quadratic * tokens * tokens
 
 
@@ -94,8 +94,9 @@ def _plan_rank(
 def _fewest(units: Sequence[tuple[int, ...]], lengths: Sequence[RowLength], budget: int, cost: PassCost) -> Passes:
     if not cost.is_packed:
         return _by_length(units, lengths, budget, cost)
-    needed = max(1, -(-cost.tokens(lengths) // budget))
-    for num_passes in range(min(needed, len(units)), len(units) + 1):
+    tokens = (cost.tokens([lengths[row] for row in unit]) for unit in units)
+    needed = -(-sum(min(each, budget) for each in tokens) // budget)  # what exceeds the budget fills one pass only
+    for num_passes in range(needed, len(units) + 1):
         passes = _largest_first(units, lengths, num_passes, budget, cost)
         if passes is not None:
             return passes

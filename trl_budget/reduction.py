@@ -23,7 +23,7 @@ from trl_budget.parameter_slots import ParameterSlot
 from trl_budget.ranks import Ranks
 from trl_budget.shared_state import SharedSlot
 
-CHUNK_ELEMENTS = 2**18  # the running sum stays in cache
+CHUNK_ELEMENTS = 2**20  # the running sum stays in cache
 
 
 class SharedGradients(HostGradients):

@@ -42,6 +42,7 @@ class LayoutFacts:
         head_dims: sizes of query, key and value heads.
         learns_prompt: whether PEFT adds virtual tokens.
         num_devices: devices that one process spreads a batch over.
+        num_processes: processes of the job.
         parallelism: FSDP, DeepSpeed or the like, or None.
         torch_compile: the training arguments' `torch_compile`.
         router_loss: whether the router's load-balancing loss is trained.
@@ -65,6 +66,7 @@ class LayoutFacts:
     head_dims: frozenset[int] = frozenset({64})
     learns_prompt: bool = False
     num_devices: int = 1
+    num_processes: int = 1
     parallelism: str | None = None
     torch_compile: bool = False
     router_loss: bool = False
@@ -207,6 +209,11 @@ def regrouping(facts: LayoutFacts) -> tuple[str, str]:
         return UNTOUCHED, "the model takes images, which belong to a whole micro-batch"
     if facts.router_loss:
         return UNTOUCHED, "the router's load-balancing loss is a function of one micro-batch"
+    if facts.top_entropy_quantile < 1.0 and facts.num_processes > 1:
+        return UNTOUCHED, (
+            f"top_entropy_quantile={facts.top_entropy_quantile} ranks the tokens of one micro-batch over "
+            f"{facts.num_processes} processes"
+        )
     if facts.top_entropy_quantile < 1.0:
         return WHOLE, f"top_entropy_quantile={facts.top_entropy_quantile} ranks the tokens of one micro-batch"
     return MERGED, "stock's micro-batches are merged and split"

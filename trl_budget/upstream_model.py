@@ -14,12 +14,15 @@ from transformers import PreTrainedModel
 
 from trl_budget.activation_memory import ModelShape, tokens_that_fit
 from trl_budget.attention import DISPATCHED, PREFIX, dispatching_implementation, serves_windows
-from trl_budget.packing_trial import packing_fault
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
+from trl_budget.trial_forward import forward_draws, packing_fault
 from trl_budget.upstream import parallelism
 
-_LOSS_METHODS = ("_compute_loss", "_get_per_token_logps_and_entropies")
+_LOSS_METHODS = (
+    *("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
+    *("get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask"),
+)
 _SCORING_METHODS = (*_LOSS_METHODS, "_generate_and_score_completions")
 _TRAINING_MODE_LAYERS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
@@ -52,11 +55,12 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
         head_dims=frozenset(_head_dims(config)),
         learns_prompt=any(c.is_prompt_learning for c in (getattr(model, "peft_config", None) or {}).values()),
         num_devices=max(1, args.n_gpu),
+        num_processes=args.world_size,
         parallelism=parallelism(args, model),
         torch_compile=bool(args.torch_compile),
         router_loss=bool(trainer.aux_loss_enabled),
         top_entropy_quantile=trainer.top_entropy_quantile,
-        overrides=_overridden(type(trainer), base, _LOSS_METHODS),
+        overrides=_overridden(trainer, base, _LOSS_METHODS),
     )
 
 
@@ -72,23 +76,29 @@ def reuse_facts(trainer: Any, base: type) -> ReuseFacts:
     config = model.config.get_text_config()
     dropout = [name for name, m in named if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
     dropout += [f"config.{key}" for key in ("attention_dropout", "router_jitter_noise") if getattr(config, key, 0)]
+    corrects_sampling = bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+    training_mode_layers = tuple(name for name, m in named if isinstance(m, _TRAINING_MODE_LAYERS))
+    is_tried = corrects_sampling and not training_mode_layers and parallelism(args, model) is None
     return ReuseFacts(
-        corrects_sampling=bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction),
+        corrects_sampling=corrects_sampling,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         steps_per_generation=args.steps_per_generation,
         num_iterations=trainer.num_iterations,
         dropout=tuple(dropout),
-        training_mode_layers=tuple(name for name, m in named if isinstance(m, _TRAINING_MODE_LAYERS)),
+        training_mode_layers=training_mode_layers,
+        draws_random_numbers=is_tried and forward_draws(model, config.vocab_size, trainer.accelerator.autocast()),
         is_quantized=bool(getattr(model, "is_quantized", False)) or any(_is_quantized(m) for _, m in named),
         merged_adapters=any(getattr(m, "merged_adapters", None) for _, m in named),
         torch_compile=bool(args.torch_compile),
-        overrides=_overridden(type(trainer), base, _SCORING_METHODS),
+        overrides=_overridden(trainer, base, _SCORING_METHODS),
         parallelism=parallelism(args, model),
     )
 
 
-def _overridden(trainer_class: type, base: type, methods: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name in methods if getattr(trainer_class, name) is not getattr(base, name))
+def _overridden(trainer: Any, base: type, methods: Iterable[str]) -> tuple[str, ...]:
+    """Methods that a subclass, or an assignment to the trainer, has replaced."""
+    replaced = (name for name in methods if getattr(type(trainer), name) is not getattr(base, name))
+    return tuple(dict.fromkeys([*replaced, *(name for name in methods if name in vars(trainer))]))
 
 
 def _is_quantized(module: nn.Module) -> bool:

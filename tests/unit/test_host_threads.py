@@ -1,4 +1,4 @@
-"""Blocks of host work on threads of one core each: all are done, errors arrive, torch's own settings stay."""
+"""Blocks of host work on threads: all are done, errors arrive, torch's own settings stay."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_pool_works_on_after_an_error() -> None:
 
 
 def test_the_threads_run_torch_on_one_core_and_all_others_as_before(two_intra_op_threads: None) -> None:
-    threads = HostThreads(3)
+    threads = HostThreads(3, cores=1)
     threads.start()
     barrier = threading.Barrier(3)
 
@@ -87,11 +87,30 @@ def test_the_threads_run_torch_on_one_core_and_all_others_as_before(two_intra_op
 
 
 def test_operations_on_the_threads_start_no_threads_of_their_own(two_intra_op_threads: None) -> None:
-    threads = HostThreads(3)
+    threads = HostThreads(3, cores=1)
     threads.start()
     before = len(list(Path("/proc/self/task").iterdir()))
     threads.run(lambda _: torch.zeros(2**22).add_(1), range(12))
     assert len(list(Path("/proc/self/task").iterdir())) == before
+
+
+def test_a_pool_of_one_uses_its_cores_on_both_threads_and_gives_them_back(two_intra_op_threads: None) -> None:
+    def count(seen: list[int]) -> None:
+        torch.zeros(2**20).add_(1)
+        seen.append(torch.get_num_threads())
+
+    threads, seen = HostThreads(1, cores=3), []
+    threads.run(count, [seen])
+    threads.submit(count, seen).result()
+    assert seen == [3, 3]
+    assert torch.get_num_threads() == 2
+    assert on_a_fresh_thread(lambda: torch.zeros(2**20).add_(1) is None or torch.get_num_threads()) == 2
+
+
+def test_the_cores_are_given_back_after_an_error(two_intra_op_threads: None) -> None:
+    with pytest.raises(ZeroDivisionError):
+        HostThreads(1, cores=3).run(lambda item: 1 // item, [0])
+    assert torch.get_num_threads() == 2
 
 
 def test_each_thread_has_a_scratch_of_its_own() -> None:
@@ -137,7 +156,7 @@ def test_torchruns_single_thread_is_named_in_a_warning(caplog: pytest.LogCapture
     host_thread_count({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, num_cores=16)
     [message] = caplog.messages
     assert "OMP_NUM_THREADS is 1, which torchrun sets" in message
-    assert "8 threads" in message and "16 cores" in message and THREADS_VARIABLE in message
+    assert "8 threads for torch" in message and "16 cores" in message and THREADS_VARIABLE in message
 
 
 @pytest.mark.parametrize("environment", [{}, {"OMP_NUM_THREADS": "1"}, {"LOCAL_WORLD_SIZE": "2"}], ids=str)

@@ -1,8 +1,8 @@
-"""A trial run of packed rows: what a config does not tell, two short rows do.
+"""Trial forwards: what a config does not tell, two short rows do.
 
-Runs once, when the trainer is built, on fourteen tokens. Catches a layer that carries one row into the next, an
-attention feature that packing would drop, and positions that do not restart. Computes no gradient, draws no random
-number, keeps no state.
+They run once, when the trainer is built, on fourteen tokens. One catches what packing would change: a layer that
+carries one row into the next, an attention feature that would be dropped, positions that do not restart. The other
+catches forwards that are random in training mode. They compute no gradient and leave the random state as it was.
 """
 
 from __future__ import annotations
@@ -59,6 +59,33 @@ def packing_fault(
     if leak > (0.0 if is_exact else tolerance):
         return f"in a trial run one row moved the next by {leak:.2g}"
     return None
+
+
+@torch.no_grad()
+def forward_draws(model: nn.Module, vocabulary: int, autocast: AbstractContextManager[Any]) -> bool:
+    """Whether a forward in training mode draws random numbers (dropout of any kind, dropped layers, jitter).
+
+    Args:
+        model: the policy with TRL's fused head, without layers that keep statistics in training mode.
+        vocabulary: number of token ids that can be used.
+        autocast: context of the policy's forward.
+    """
+    was_training = model.training
+    model.train()
+    device = next(model.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), autocast:
+            before = _random_state(devices)
+            _score(model, *_rows(vocabulary, device))
+            return _random_state(devices) != before
+    finally:
+        model.train(was_training)
+
+
+def _random_state(devices: list[torch.device]) -> list[list[int]]:
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return [state.tolist() for state in states]
 
 
 def _rows(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
