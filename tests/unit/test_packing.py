@@ -117,7 +117,7 @@ def first_fit_decreasing(lengths: list[RowLength], budget: int, cost: PassCost) 
 
     def held(rows: list[RowLength]) -> int:
         if cost.is_packed:
-            return sum(p + c for p, c in rows)
+            return sum(max(1, p + c) for p, c in rows)
         return len(rows) * (max(p for p, _ in rows) + max(c for _, c in rows))
 
     passes: list[list[RowLength]] = []
