@@ -47,11 +47,6 @@ class ReuseFacts:
     overrides: tuple[str, ...] = ()
     parallelism: str | None = None
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether an optimizer step consists of whole generation batches, each used `num_iterations` times."""
-        return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
-
 
 @dataclass(frozen=True)
 class _Precondition:
