@@ -53,8 +53,6 @@ class TokenBudgetTrainer(GRPOTrainer):
             copies_to_come: see `upstream_model.available_tokens`.
         """
         facts = upstream.layout_facts(self, TokenBudgetTrainer)
-        self._reuse_facts = upstream.reuse_facts(self, TokenBudgetTrainer)
-        reuse = resolve_reuse(budget_setting(self.args, "reuse_old_logprobs"), self._reuse_facts)
         layout = resolve_layout(budget_setting(self.args, "padding_free"), facts)
         if layout.value == PACKED:
             upstream.enable_packed_attention([self.model, self.ref_model])
@@ -69,7 +67,6 @@ class TokenBudgetTrainer(GRPOTrainer):
             lambda: upstream.available_tokens(self, shape, copies_to_come=copies_to_come),
         )
         self._layout = layout.value
-        self._reuses_logprobs = reuse.value == "on" and self._reuse_facts.corrects_sampling
         self._pass_settings = None
         if max_tokens is not None:
             self._pass_settings = PassSettings(
@@ -84,7 +81,14 @@ class TokenBudgetTrainer(GRPOTrainer):
             self.vllm_importance_sampling_clip_max,
         )
         self._forget_window()
-        return [layout, tokens, reuse]
+        return [layout, tokens, self._resolve_reuse()]
+
+    def _resolve_reuse(self) -> ResolvedSetting:
+        """Decides on reuse from the settings and the layers of this moment."""
+        self._reuse_facts = upstream.reuse_facts(self, TokenBudgetTrainer)
+        reuse = resolve_reuse(budget_setting(self.args, "reuse_old_logprobs"), self._reuse_facts)
+        self._reuses_logprobs = reuse.value == "on" and self._reuse_facts.corrects_sampling
+        return reuse
 
     def _forget_window(self) -> None:
         """Drops what an interrupted window left behind."""
@@ -93,8 +97,9 @@ class TokenBudgetTrainer(GRPOTrainer):
         self._sampling_statistics = SamplingStatistics(self._ratio_settings)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """As transformers 5.24; micro-batches that an aborted window left waiting are dropped."""
+        """As transformers 5.24; what an aborted window left is dropped, and reuse is decided on today's settings."""
         self._forget_window()
+        self._resolve_reuse()
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     # Scoring

@@ -116,6 +116,8 @@ class Separate:
         trainer.model.register_forward_hook(self._after, with_kwargs=True)
 
     def _after(self, model: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        if not self.is_skipped:  # a trial forward, before any rollout
+            return
         if self._repeats or not kwargs.get("fused_lm_head"):
             return
         if not torch.is_grad_enabled() and model.training:
@@ -562,3 +564,16 @@ def _same_threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_settings_changed_before_training_are_those_that_reuse_is_decided_on(tmp_path: Path) -> None:
+    trainer = build(OursVllm, tmp_path, max_steps=1)
+    assert trainer._reuses_logprobs
+    trainer.model.config.attention_dropout = 0.5
+    for module in trainer.model.modules():
+        if "attention_dropout" in vars(module):
+            module.attention_dropout = 0.5
+    watch = Separate(trainer)
+    trainer.train()
+    assert not trainer._reuses_logprobs
+    assert watch.is_skipped == [False]
