@@ -1,7 +1,8 @@
 """Host threads that take blocks of tensor work one by one, and the cores that torch may use in each of them.
 
-By default one thread beside the calling one, both with all the cores this process may use: torch's own OpenMP loop
-splits each operation. Several threads with fewer cores each take blocks as they become free and wait for nobody, but
+By default one thread beside the calling one: torch's own OpenMP loop splits each operation over the cores this process
+may use. The thread leaves one core to the caller, which queues work for the GPU meanwhile: OpenMP cuts an operation into
+equal parts, and a part that shares its core holds up all of them. Several threads with fewer cores each take blocks as they become free and wait for nobody, but
 they take turns at the interpreter's lock: 16 threads of one core each stepped 4 B parameters in 2.9 to 4.9 s on 16
 cores, one thread in 1.8 s (benchmarks/results/update_phase_pool.json, packed_update.json). The bits do not depend on
 who takes which block: blocks are disjoint, and what is done to each is elementwise.
@@ -39,7 +40,8 @@ class HostThreads:
 
     Args:
         count: how many threads, at least 1.
-        cores: how many cores torch uses in each; an equal share of `num_host_cores()` when None.
+        cores: how many cores torch uses in each; an equal share of `num_host_cores()` when None. A pool of one uses all
+            of them for `run`, which the caller waits for, and one less for `submit`.
     """
 
     def __init__(self, count: int = 1, cores: int | None = None) -> None:
@@ -51,7 +53,7 @@ class HostThreads:
         """Starts the threads, if they are not running yet.
 
         A thread takes its number of cores at its first parallel operation, from the number that the process set last.
-        That number is `cores` while the threads start and set back before this returns; another thread that runs its
+        That number is theirs while they start and set back before this returns; another thread that runs its
         first operation in between gets as many.
         """
         with _start_lock:
@@ -59,7 +61,7 @@ class HostThreads:
                 return
             executor = ThreadPoolExecutor(self.count, thread_name_prefix=THREAD_NAME)
             everyone = threading.Barrier(self.count)
-            with _cores(self.cores):
+            with _cores(max(1, self.cores - 1) if self.count == 1 else self.cores):
                 for started in [executor.submit(_take_cores, everyone) for _ in range(self.count)]:
                     started.result()
             self._executor = executor
