@@ -1,11 +1,12 @@
 """Host threads that take blocks of tensor work one by one, and the cores that torch may use in each of them.
 
 By default one thread beside the calling one: torch's own OpenMP loop splits each operation over the cores this process
-may use. The thread leaves one core to the caller, which queues work for the GPU meanwhile: OpenMP cuts an operation into
-equal parts, and a part that shares its core holds up all of them. Several threads with fewer cores each take blocks as they become free and wait for nobody, but
-they take turns at the interpreter's lock: 16 threads of one core each stepped 4 B parameters in 2.9 to 4.9 s on 16
-cores, one thread in 1.8 s (benchmarks/results/update_phase_pool.json, packed_update.json). The bits do not depend on
-who takes which block: blocks are disjoint, and what is done to each is elementwise.
+may use. The thread leaves one core to the caller, which queues work for the GPU meanwhile: OpenMP cuts an operation
+into equal parts, and a part that shares its core holds up all of them. Several threads with fewer cores each take
+blocks as they become free and wait for nobody, but they take turns at the interpreter's lock: 16 threads of one core
+each stepped 4 B parameters in 2.9 to 4.9 s on 16 cores, one thread in 1.8 s (update_phase_pool.json and
+packed_update.json in benchmarks/results). The bits do not depend on who takes which block: blocks are disjoint, and
+what is done to each is elementwise.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class HostThreads:
 
     Args:
         count: how many threads, at least 1.
-        cores: how many cores torch uses in each; an equal share of `num_host_cores()` when None. A pool of one uses all
-            of them for `run`, which the caller waits for, and one less for `submit`.
+        cores: how many cores torch uses in each; an equal share of `num_host_cores()` when None. A pool of one uses
+            all of them for `run`, which the caller waits for, and one less for `submit`.
     """
 
     def __init__(self, count: int = 1, cores: int | None = None) -> None:
