@@ -22,8 +22,6 @@ from trl_budget.pinned import ParameterSlabs, check_host_memory
 from trl_budget.ranks import Ranks
 from trl_budget.sharding import HostMemoryPlan, assign_owners
 
-FAILED = -1
-
 
 @dataclass(eq=False)
 class SharedSlot(ParameterSlot):
@@ -34,7 +32,8 @@ class SharedSlot(ParameterSlot):
         reducer: local rank that sums the gradients, into its own accumulator.
         is_stepped_here: whether this rank runs AdamW on the parameter.
         stepper: local rank that does, where it is not this one.
-        progress: int64 scalar, shared: the number of the last step whose result is in the masters, or `FAILED`.
+        progress: int64 scalar, shared: the number of the last step whose result is in the masters; negative where its
+            stepper failed in that step.
         reduced: the mean gradient over all ranks, from the reduction to the end of the step; fp32, shared.
     """
 

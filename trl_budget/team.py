@@ -27,7 +27,7 @@ from trl_budget.pinned import ParameterSlabs
 from trl_budget.ranks import Ranks, current_ranks
 from trl_budget.reduction import SharedGradients
 from trl_budget.sharding import check_optimizer_sharding, resolve_optimizer_sharding
-from trl_budget.shared_state import FAILED, SharedHostState, SharedSlabs, SharedSlot, check_same_parameters
+from trl_budget.shared_state import SharedHostState, SharedSlabs, SharedSlot, check_same_parameters
 
 POLL_SECONDS = 2e-4
 # Counters and masters are plain stores, which other cores see in program order on x86 only.
@@ -74,9 +74,9 @@ class Arrivals:
             arrived = [
                 queue.pop()
                 for queue in self._queues.values()
-                if queue and int(queue[-1].progress) in (self._number, FAILED)
+                if queue and abs(int(queue[-1].progress)) == self._number
             ]
-            if any(int(slot.progress) == FAILED for slot in arrived):
+            if any(int(slot.progress) < 0 for slot in arrived):
                 return
             yield from arrived
             if arrived:
@@ -247,7 +247,7 @@ class NodeTeam(OneRank):
             except BaseException:
                 for slot in slots:
                     if slot.is_stepped_here:
-                        cast(SharedSlot, slot).progress.fill_(FAILED)
+                        cast(SharedSlot, slot).progress.fill_(-self._number)
                 raise
 
     def publish(self, slot: ParameterSlot) -> None:

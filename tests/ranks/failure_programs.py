@@ -15,7 +15,7 @@ from adamw_programs import LEARNING_RATE, backward, bits
 from torch.nn import Parameter
 
 from trl_budget import HostAdamW, node_memory, pinned, shared_state
-from trl_budget.errors import HostMemoryError, RankError, SettingsError
+from trl_budget.errors import HostMemoryError, HostThreadError, RankError, SettingsError
 from trl_budget.pinned import host_slab_bytes
 from trl_budget.sharding import HostMemoryPlan
 
@@ -36,7 +36,7 @@ def error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
     start = time.monotonic()
     try:
         action()
-    except (HostMemoryError, RankError, SettingsError) as error:
+    except (HostMemoryError, HostThreadError, RankError, SettingsError) as error:
         return type(error).__name__, str(error), time.monotonic() - start
     raise AssertionError("nothing was raised")
 
@@ -66,6 +66,7 @@ def dies_before_the_reduction() -> Any:
 
 
 def fails_while_stepping() -> Any:
+    """Rank 1 fails in one step and takes its time in the next."""
     parameters = parameters_of()
     optimizer = HostAdamW(parameters)
     if dist.get_rank() == 1:
@@ -74,7 +75,19 @@ def fails_while_stepping() -> Any:
             raise SettingsError("the reason of rank 1.")
 
         optimizer._step_block = fail
-    return error_of(lambda: one_step(optimizer, parameters))
+    error = error_of(lambda: one_step(optimizer, parameters))
+    if dist.get_rank() == 1:
+        del optimizer._step_block
+        step_block = optimizer._step_block
+
+        def late(*args: Any) -> None:
+            time.sleep(0.3)
+            step_block(*args)
+
+        optimizer._step_block = late
+    optimizer.zero_grad()
+    one_step(optimizer, parameters)
+    return *error, bits(parameters)
 
 
 def does_not_come(seconds: float) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import failure_programs as programs
 import pytest
+import torch
 from rank_launcher import rank_environment, run_ranks
 
 TIMEOUT = 10.0
@@ -35,6 +36,7 @@ def test_an_error_while_stepping_is_raised_on_every_rank(tmp_path: Path) -> None
     assert second[:2] == ("SettingsError", "the reason of rank 1.")
     assert first[0] == "RankError" and "Rank 1 failed" in first[1] and "the reason of rank 1." in first[1]
     assert first[2] < TIMEOUT
+    assert all(torch.equal(a, b) for a, b in zip(first[3], second[3], strict=True)), "the step after was not received"
 
 
 def test_a_rank_that_stays_away_costs_the_timeout_and_no_more(tmp_path: Path) -> None:
