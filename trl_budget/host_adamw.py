@@ -161,7 +161,8 @@ class HostAdamW(torch.optim.Optimizer):
             defaults: `lr`, `betas`, `eps`, `weight_decay` of groups that do not set them.
         """
         check_arguments(implementation)
-        self._gradients.collector.wait()
+        with self._team.reporting("regroup parameters"):
+            self._gradients.wait()
         self.implementation = implementation
         self.defaults.update(torch_defaults(implementation, **defaults))
         self.param_groups.clear()
@@ -200,9 +201,14 @@ class HostAdamW(torch.optim.Optimizer):
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the running step, or sets them to zero, on the device and in the accumulators."""
+        """Drops the gradients of the running step, or sets them to zero, on the device and in the accumulators.
+
+        Raises:
+            HostThreadError: summing them had failed and nobody has been told; they are dropped.
+        """
         super().zero_grad(set_to_none)
-        self._gradients.zero(set_to_none)
+        with self._team.reporting("zero gradients"):
+            self._gradients.zero(set_to_none)
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The fp32 host gradient summed so far, clipping included, or None. Valid until the next backward or step.

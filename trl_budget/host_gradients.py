@@ -7,7 +7,8 @@ late, block by block, while the step has them in cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -49,9 +50,19 @@ class HostGradients:
         Raises:
             HostThreadError: summing failed; what has been summed is dropped.
         """
-        try:
+        with self._forgetting_lost_sums():
             self._collect(self._slots.values())
             self.collector.wait()
+
+    def wait(self) -> None:
+        """As `drain`, for what has left `parameter.grad` already."""
+        with self._forgetting_lost_sums():
+            self.collector.wait()
+
+    @contextmanager
+    def _forgetting_lost_sums(self) -> Iterator[None]:
+        try:
+            yield
         except HostThreadError:
             self.forget()
             raise
@@ -128,7 +139,9 @@ class HostGradients:
         if set_to_none:
             self.forget()
             return
-        self.collector.discard()
+        with self._forgetting_lost_sums():
+            self.collector.discard()
+        self._norm = None
         for slot in self._slots.values():
             if slot.accumulator is not None:
                 slot.accumulator.zero_()

@@ -356,6 +356,31 @@ def test_training_goes_on_after_an_error_and_zero_grad() -> None:
     assert_same_sums(sums(optimizer, parameters), [g.float() for g in gradients])
 
 
+@pytest.mark.parametrize("call", ["zero_grad to zero", "regroup"])
+def test_incomplete_sums_are_dropped_by_the_call_that_tells_of_them(call: str) -> None:
+    parameters = random_parameters([(300,), (17,)], torch.bfloat16)
+    sender = FailingSender(failing=2)
+    optimizer = streaming(parameters, sender)
+    sender.may_land.clear()
+    backward(parameters, random_gradients(parameters, 0))
+    sender.may_land.set()
+    with pytest.raises(HostThreadError):
+        READERS[call](optimizer, parameters)
+    assert sums(optimizer, parameters) == [None, None]
+    optimizer.step()
+    assert optimizer.state[parameters[0]]["step"] == 0
+
+
+def test_gradients_set_to_zero_after_one_that_is_not_finite_are_stepped() -> None:
+    [parameter] = random_parameters([(17,)], torch.bfloat16)
+    optimizer = HostAdamW([parameter])
+    backward([parameter], [torch.full((17,), float("inf"))])
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 1
+
+
 def host_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
 
