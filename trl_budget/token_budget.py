@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
@@ -49,6 +50,9 @@ class TokenBudgetTrainer(GRPOTrainer):
     def _resolve_passes(self, *, copies_to_come: int) -> list[ResolvedSetting]:
         """Decides layout, budget and reuse. The model must be where it trains.
 
+        Collective where there are several processes: each plans the passes of all, so budget and layout must be one.
+        The card with the least memory decides, and a fault in packed rows on any.
+
         Args:
             copies_to_come: see `upstream_model.available_tokens`.
         """
@@ -56,7 +60,8 @@ class TokenBudgetTrainer(GRPOTrainer):
         layout = resolve_layout(budget_setting(self.args, "padding_free"), facts)
         if layout.value == PACKED:
             upstream.enable_packed_attention([self.model, self.ref_model])
-            fault = upstream.packing_trial(self)
+            faults = gather_object([upstream.packing_trial(self)])
+            fault = next(filter(None, faults), None)
             layout = resolve_layout(
                 budget_setting(self.args, "padding_free"), dataclasses.replace(facts, packing_fault=fault)
             )
@@ -64,7 +69,7 @@ class TokenBudgetTrainer(GRPOTrainer):
         tokens, max_tokens = resolve_max_tokens(
             budget_setting(self.args, "max_tokens_per_microbatch"),
             facts,
-            lambda: upstream.available_tokens(self, shape, copies_to_come=copies_to_come),
+            lambda: min(gather_object([upstream.available_tokens(self, shape, copies_to_come=copies_to_come)])),
         )
         self._layout = layout.value
         self._pass_settings = None

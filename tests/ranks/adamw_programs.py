@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,10 +55,21 @@ def bits(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def train(sharding: str, dtype: torch.dtype, steps: int = 5) -> dict[str, Any]:
+def train(
+    sharding: str,
+    dtype: torch.dtype,
+    steps: int = 5,
+    *,
+    gradient_placement: str = "auto",
+    prepare: Callable[[HostAdamW], None] | None = None,
+) -> dict[str, Any]:
     rank = dist.get_rank()
     parameters = start_weights(rank, dtype)
-    optimizer = HostAdamW(groups_of(parameters), lr=LEARNING_RATE, sharding=sharding)
+    optimizer = HostAdamW(
+        groups_of(parameters), lr=LEARNING_RATE, sharding=sharding, gradient_placement=gradient_placement
+    )
+    if prepare is not None:
+        prepare(optimizer)
     start = bits(parameters)
     norms, history, reduced = [], [], []
     for step in range(steps):
