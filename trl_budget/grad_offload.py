@@ -34,6 +34,9 @@ class GradientCollector(Protocol):
 
     takes_gradients_as_they_come: bool
 
+    def staging_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """Host memory that `prepare` will take for slots of these parameters, beside what it has."""
+
     def prepare(self, slots: Iterable[ParameterSlot]) -> None:
         """Allocates what moving these slots' gradients needs."""
 
@@ -64,6 +67,11 @@ class GradientAccumulator:
         self._engines = engines
         self._threads = threads
         self._scratch = ThreadScratch()
+
+    def staging_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """Three buffers for every CUDA device that has none yet."""
+        devices = {p.device for p in parameters if p.is_cuda}
+        return sum(self._engines[device].missing_download_bytes for device in devices)
 
     def prepare(self, slots: Iterable[ParameterSlot]) -> None:
         """Page-locks the staging of every CUDA device."""

@@ -127,14 +127,20 @@ class GradientStream:
         self._scratch = ThreadScratch()
         self._sending = threading.Lock()  # one gradient at a time, also where several threads run a backward
 
+    def staging_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """The ring, as long as there is none."""
+        if self._slab is not None or not parameters:
+            return 0
+        needed = sum(p.nbytes + ALIGNMENT_BYTES for p in parameters)
+        num_bytes = min(self._ring_bytes, max(needed, self._chunk_bytes))
+        return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
     def prepare(self, slots: Iterable[ParameterSlot]) -> None:
         """Allocates staging and starts the threads: page-locking in a backward could hold up other processes."""
         parameters = [slot.parameter for slot in slots if not slot.is_in_place]
-        if self._slab is not None or not parameters:
+        num_bytes = self.staging_bytes(parameters)
+        if num_bytes == 0:
             return
-        needed = sum(p.nbytes + ALIGNMENT_BYTES for p in parameters)
-        num_bytes = min(self._ring_bytes, max(needed, self._chunk_bytes))
-        num_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         is_pinned = self._pin and any(p.is_cuda for p in parameters)
         self._slab = HostSlab(num_bytes, pin=is_pinned, purpose="gradient staging")
         self._progress = _Progress(StagingRing(num_bytes))

@@ -33,7 +33,7 @@ from trl_budget.optimizer_state import (
     load_slot,
     torch_defaults,
 )
-from trl_budget.parameter_slots import ParameterSlot, check_parameter
+from trl_budget.parameter_slots import ParameterSlot, check_parameter, steps_in_place
 from trl_budget.pinned import ParameterSlabs
 from trl_budget.placement import check_gradient_placement
 from trl_budget.streams import CopyEngines
@@ -455,7 +455,8 @@ class HostAdamW(torch.optim.Optimizer):
                 check_parameter(parameter, names[parameter])
             _claim(names, self)
             given = self._given_masters if self._given_masters is not None and not self._slots else {}
-            built = self._host_state.build(names, given)
+            separate = [p for p in new if self.world_size > 1 or not steps_in_place(p)]
+            built = self._host_state.build(names, given, self._gradients.collector.staging_bytes(separate))
         self._slots.update(built)
         for slot in built.values():
             self._publish(slot)

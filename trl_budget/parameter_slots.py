@@ -161,20 +161,21 @@ class HostState:
         return sum(slabs.nbytes for slabs in self._slabs)
 
     def build(
-        self, names: Mapping[Parameter, str], given_masters: Mapping[Parameter, Tensor]
+        self, names: Mapping[Parameter, str], given_masters: Mapping[Parameter, Tensor], staging_bytes: int = 0
     ) -> dict[Parameter, ParameterSlot]:
         """Makes a slot for every key of `names`.
 
         Args:
             names: parameter -> what errors call it.
             given_masters: fp32 host tensors to keep as masters; missing ones are made from the parameter.
+            staging_bytes: what gradient staging is about to take beside the state.
         """
         parameters = list(names)
         separate = [p for p in parameters if not steps_in_place(p)]
         check_given_masters(given_masters)
         new_masters = [p for p in separate if p not in given_masters]
         fp32_tensors = 2 * sum(p.numel() for p in parameters) + sum(p.numel() for p in [*separate, *new_masters])
-        check_host_memory(4 * fp32_tensors, "the optimizer state")
+        check_host_memory(4 * fp32_tensors + staging_bytes, "the optimizer state and gradient staging")
         masters = {p: p.detach() for p in parameters if steps_in_place(p)}
         for parameter in masters.keys() & given_masters.keys():
             masters[parameter].copy_(given_masters[parameter])

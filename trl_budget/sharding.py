@@ -61,12 +61,15 @@ class HostMemoryPlan:
         num_ranks: ranks of the node.
         sharding: "sharded", "rank0" or "replicated".
         num_in_place: elements that are fp32 on the CPU and their own master, with one rank only.
+        staging_bytes: gradient staging of each rank: where bf16 gradients leave during backward, 2 per parameter, at
+            most 512 MiB; where a GPU's leave at its end, 192 MiB.
     """
 
     num_elements: int
     num_ranks: int = 1
     sharding: str = "sharded"
     num_in_place: int = 0
+    staging_bytes: int = 0
 
     @property
     def copies(self) -> int:
@@ -82,16 +85,17 @@ class HostMemoryPlan:
             "exp_avg": FP32_BYTES * self.num_elements * self.copies,
             "exp_avg_sq": FP32_BYTES * self.num_elements * self.copies,
             "gradient accumulators": FP32_BYTES * separate * self.num_ranks,
+            **({"gradient staging": self.staging_bytes * self.num_ranks} if self.staging_bytes else {}),
         }
 
     @property
     def node_bytes(self) -> int:
-        """12 bytes per element for masters and moments, and 4 for the accumulator of every rank."""
+        """12 bytes per element for masters and moments, 4 and staging for every rank's gradients."""
         return sum(self.rows.values())
 
     def owned_bytes(self, local_rank: int) -> int:
         """Masters and moments that a rank steps, if parameters divide evenly."""
-        state = self.node_bytes - self.rows["gradient accumulators"]
+        state = sum(self.rows[name] for name in ("master weights", "exp_avg", "exp_avg_sq"))
         if self.sharding == "rank0":
             return state if local_rank == 0 else 0
         return state // self.num_ranks

@@ -104,18 +104,19 @@ class SharedHostState(HostState):
         self._sharding = sharding
 
     def build(
-        self, names: Mapping[Parameter, str], given_masters: Mapping[Parameter, Tensor]
+        self, names: Mapping[Parameter, str], given_masters: Mapping[Parameter, Tensor], staging_bytes: int = 0
     ) -> dict[Parameter, ParameterSlot]:
         """Makes a slot for every key of `names`; the masters of all ranks are rank 0's.
 
         Args:
             names: parameter -> what errors call it; the same on every rank.
             given_masters: fp32 host tensors to keep as masters; those of rank 0 count.
+            staging_bytes: what gradient staging is about to take beside the state, on each rank.
         """
         parameters = list(names)
         check_given_masters(given_masters)
         check_same_parameters(self._ranks, names)
-        self._check_memory(parameters, given_masters)
+        self._check_memory(parameters, given_masters, staging_bytes)
         masters = self._masters(parameters, given_masters)
         exp_avgs = self._views("exp_avg", parameters)
         exp_avg_sqs = self._views("exp_avg_sq", parameters)
@@ -149,8 +150,15 @@ class SharedHostState(HostState):
             return True
         return self._ranks.local_rank == (0 if self._sharding == "rank0" else owner)
 
-    def _check_memory(self, parameters: Sequence[Parameter], given: Mapping[Parameter, Tensor]) -> None:
-        plan = HostMemoryPlan(sum(p.numel() for p in parameters), self._ranks.local_world_size, self._sharding)
+    def _check_memory(
+        self, parameters: Sequence[Parameter], given: Mapping[Parameter, Tensor], staging_bytes: int
+    ) -> None:
+        plan = HostMemoryPlan(
+            sum(p.numel() for p in parameters),
+            self._ranks.local_world_size,
+            self._sharding,
+            staging_bytes=staging_bytes,
+        )
         held = sum(4 * given[p].numel() for p in parameters if p in given) * plan.copies
         with self._ranks.together("check host memory"):
             check_host_memory(

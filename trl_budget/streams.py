@@ -154,6 +154,11 @@ class CopyEngine:
         with torch.cuda.stream(self.upload_stream):
             self._upload_staging = torch.empty(UPLOAD_CHUNK_BYTES, dtype=torch.uint8, device=device)
 
+    @property
+    def missing_download_bytes(self) -> int:
+        """Host memory that `prepare_download` will take."""
+        return 0 if self._download_ring else DOWNLOAD_BUFFERS * DOWNLOAD_CHUNK_BYTES
+
     def prepare_download(self) -> None:
         """Page-locks the staging of `download`, before the first backward rather than in it."""
         if not self._download_ring:

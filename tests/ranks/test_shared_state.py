@@ -80,6 +80,9 @@ def test_the_plan_of_a_4b_policy() -> None:
             assert sum(map(plan.owned_bytes, range(num_ranks))) == 12 * elements
     assert HostMemoryPlan(elements, num_in_place=elements).node_bytes == 8 * elements
     assert "20 bytes per parameter" in HostMemoryPlan(elements, 2).table()
+    for num_ranks in (1, 2, 4, 8):
+        plan = HostMemoryPlan(elements, num_ranks, staging_bytes=512 * MIB)
+        assert plan.node_bytes <= (18 + 4 * (num_ranks - 1)) * elements + 2**30
 
 
 def test_owners_are_balanced_and_do_not_depend_on_anything_else() -> None:

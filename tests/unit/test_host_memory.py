@@ -48,6 +48,21 @@ def test_an_optimizer_that_cannot_fit_is_refused_before_any_slab(monkeypatch: py
     assert host_slab_bytes() == before
 
 
+@pytest.mark.parametrize(("placement", "staging"), [("device", 0), ("host", 16 * 2**20)])
+def test_staging_is_part_of_the_need_that_is_checked(
+    monkeypatch: pytest.MonkeyPatch, placement: str, staging: int
+) -> None:
+    need, before = 16 * 2**20 + staging, host_slab_bytes()
+    parameters = [torch.nn.Parameter(torch.zeros(2**20, dtype=torch.bfloat16))]
+    monkeypatch.setattr("trl_budget.pinned.available_host_memory", lambda: need - 1)
+    with pytest.raises(HostMemoryError, match="gradient staging"):
+        HostAdamW(parameters, gradient_placement=placement)
+    monkeypatch.setattr("trl_budget.pinned.available_host_memory", lambda: need)
+    optimizer = HostAdamW(parameters, gradient_placement=placement)
+    assert host_slab_bytes() - before == need
+    assert optimizer.gradient_placement == placement
+
+
 @pytest.mark.parametrize(
     ("limit", "cached", "expected"),
     [("1000", 0, 400), ("1000", 250, 650), ("500", 0, 0), ("max", 0, None)],
