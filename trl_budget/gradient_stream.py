@@ -24,7 +24,7 @@ from trl_budget.pinned import HostSlab
 from trl_budget.staging_ring import ALIGNMENT_BYTES, Space, StagingRing
 from trl_budget.streams import CopyEngines, GradientSender, HostSender, Landing
 
-# One copy: long enough for the bus (2 MB take 36 us at 55 GB/s), short enough for several threads to work at once.
+# One copy: long enough for the bus (2 MB take 36 us at 55 GB/s), short enough for sums to begin early.
 CHUNK_BYTES = 16 * 2**20
 # Gradients that have landed and wait for the host threads. Adding is slower than copying (16 against 55 GB/s of bf16
 # on 16 cores), so the ring takes in what a burst brings: half a GiB, of the 1 GiB that a node may spend besides state.

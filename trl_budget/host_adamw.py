@@ -322,7 +322,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step_block(self, slot: ParameterSlot, flat_gradient: Tensor, start: int, settings: dict[str, Any]) -> None:
-        """Clips, steps and uploads one block, on one of the host threads."""
+        """Clips, steps and uploads one block; in a pool of several host threads, on one of them."""
         block = slice(start, start + BLOCK_ELEMENTS)
         state = [tensor.view(-1)[block] for tensor in (slot.master_weights, slot.exp_avg, slot.exp_avg_sq)]
         master, exp_avg, exp_avg_sq = state

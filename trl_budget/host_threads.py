@@ -24,6 +24,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from trl_budget.errors import SettingsError
+
 Item = TypeVar("Item")
 
 logger = logging.getLogger(__name__)
@@ -83,7 +85,8 @@ class HostThreads:
     def run(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
         """Calls `work` on every item, on whichever thread is free, and returns when all are done.
 
-        One item, or a pool of one, runs on the calling thread, with the cores of a thread of the pool.
+        One item, or a pool of one, runs on the calling thread, with all of `cores`. In a pool of several, `work` must
+        not call `run`: threads that wait for each other's queued calls wait for ever.
 
         Raises:
             Exception: the first that `work` raised; items not begun by then are left out.
@@ -129,9 +132,17 @@ def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: in
     Args:
         environment: environment variables.
         num_cores: cores of the process; its CPU affinity when None.
+
+    Raises:
+        SettingsError: `TRL_BUDGET_HOST_THREADS` is no such number.
     """
     if own := environment.get(THREADS_VARIABLE):
-        return max(1, int(own))
+        if not own.isdecimal() or int(own) == 0:
+            raise SettingsError(
+                f"{THREADS_VARIABLE} is {own!r}. It says how many cores the host optimizer keeps busy, at least 1. "
+                f"Set {THREADS_VARIABLE} to such a number, or unset it."
+            )
+        return int(own)
     num_cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
     num_local_ranks = max(1, int(environment.get("LOCAL_WORLD_SIZE", "1")))
     share = max(1, num_cores // num_local_ranks)

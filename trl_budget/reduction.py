@@ -101,7 +101,7 @@ class SharedGradients(HostGradients):
 
     @torch.no_grad()
     def _sum_chunk(self, slot: SharedSlot, sources: list[Tensor], start: int) -> None:
-        """The mean over this node's ranks, in rank order, on one of the host threads; the sum where nodes follow."""
+        """The mean over this node's ranks, in rank order; the sum where nodes follow. Any thread may call."""
         assert slot.reduced is not None
         target = slot.reduced.view(-1)[start : start + CHUNK_ELEMENTS]
         total = self._sum.take(target.numel())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trl_budget.errors import SettingsError
 from trl_budget.host_threads import THREADS_VARIABLE, HostThreads, ThreadScratch, host_thread_count
 
 
@@ -152,6 +153,12 @@ def test_scratch_is_kept_from_call_to_call() -> None:
 )
 def test_the_number_of_threads_follows_the_environment(environment: dict[str, str], expected: int) -> None:
     assert host_thread_count(environment, num_cores=16) == expected
+
+
+@pytest.mark.parametrize("own", ["all", "0", "-2", "1.5"])
+def test_what_is_no_number_of_cores_is_refused(own: str) -> None:
+    with pytest.raises(SettingsError, match=f"{THREADS_VARIABLE} is '{own}'.*at least 1"):
+        host_thread_count({THREADS_VARIABLE: own}, num_cores=16)
 
 
 def test_torchruns_single_thread_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
