@@ -73,7 +73,7 @@ class _Progress:
             piece.tensors = None
             self.give_back(piece.space)
             self._num_open[piece.slot_id] -= 1
-            if self._num_open[piece.slot_id] == 0:
+            if self._num_open[piece.slot_id] <= 0:  # below it where an interrupt came before `begin`
                 del self._num_open[piece.slot_id]
 
     def give_back(self, space: Space) -> None:
@@ -184,13 +184,15 @@ class GradientStream:
         starts = range(0, source.numel(), ADD_BLOCK_ELEMENTS)
         is_first = not slot.accumulator_is_filled
         piece = _Piece(id(slot), space, len(starts), is_first, landing, (target, staged))
-        self._progress.begin(piece)
-        for num_queued, start in enumerate(starts):
-            try:
+        num_queued = 0
+        try:
+            self._progress.begin(piece)
+            for start in starts:
                 self._threads.submit(_add_block, self._progress, self._scratch, piece, start)
-            except BaseException as error:  # the interpreter is shutting down
-                self._progress.finish(piece, len(starts) - num_queued, error)
-                raise
+                num_queued += 1
+        except BaseException as error:  # an interrupt, or the interpreter is shutting down
+            self._progress.finish(piece, len(starts) - num_queued, error)
+            raise
 
     def _sender_for(self, device: torch.device) -> GradientSender:
         if self._sender is not None:

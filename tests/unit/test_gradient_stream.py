@@ -465,3 +465,24 @@ def test_fp32_parameters_on_the_cpu_keep_their_gradients() -> None:
     stock = stock_adamw(twins, "fused")
     train_pair(optimizer, parameters, stock, twins)
     assert_same_bits(optimizer, parameters, stock, twins)
+
+
+def test_an_interrupt_between_the_copy_and_the_sum_leaves_nothing_to_wait_for_ever() -> None:
+    [parameter] = random_parameters([(BLOCK_ELEMENTS,)], torch.bfloat16)
+    optimizer = HostAdamW([parameter], gradient_placement="host")
+    progress = optimizer._gradients.collector._progress
+    begin = progress.begin
+
+    def interrupted(piece: object) -> None:
+        begin(piece)
+        raise KeyboardInterrupt
+
+    progress.begin = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        backward([parameter], [torch.ones(BLOCK_ELEMENTS)])
+    progress.begin = begin
+    parameter.grad = None
+    with pytest.raises(HostThreadError):
+        optimizer.zero_grad()
+    backward([parameter], [torch.ones(BLOCK_ELEMENTS)])
+    assert torch.equal(optimizer.gradient(parameter), torch.ones(BLOCK_ELEMENTS))
