@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from trl import GRPOConfig, GRPOTrainer
 from update_phase import PhaseTimes, StepClock, TimedSteps, machine
-from workload import SuppliedRollouts, build_model, dataset, reward, tokenizer
+from workload import SuppliedRollouts, build_model, dataset, reward, tokenizer, training_settings
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, __version__
 
@@ -60,23 +60,7 @@ class CountedForwards:
 
 
 def arguments(mode: str, folder: str, rows: int, steps: int) -> GRPOConfig:
-    settings = {
-        "output_dir": folder,
-        "bf16": True,
-        "use_cpu": not torch.cuda.is_available(),
-        "learning_rate": 1e-6,
-        "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": rows // 2,
-        "num_generations": 8,
-        "max_completion_length": 4096,
-        "max_steps": steps,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        **MODES[mode],
-    }
+    settings = {**training_settings(folder, rows, steps), **MODES[mode]}
     if mode == "repadded":
         settings["pad_to_multiple_of"] = 256
     return (GRPOConfig if mode in ("stock", "repadded") else BudgetGRPOConfig)(**settings)

@@ -28,7 +28,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from update_phase import PhaseTimes, StepClock, TimedSteps, machine
-from workload import SuppliedRollouts, build_model, reward, tokenizer
+from workload import SuppliedRollouts, build_model, reward, tokenizer, training_settings
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, __version__
 from trl_budget.compute_weights import checksums
@@ -81,23 +81,7 @@ class RankEquality(TrainerCallback):
 
 
 def arguments(mode: str, folder: str, rows: int, steps: int) -> GRPOConfig:
-    settings = {
-        "output_dir": folder,
-        "bf16": True,
-        "use_cpu": not torch.cuda.is_available(),
-        "learning_rate": 1e-6,
-        "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": rows // 2,
-        "num_generations": 8,
-        "max_completion_length": 4096,
-        "max_steps": steps,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        **MODES[mode],
-    }
+    settings = {**training_settings(folder, rows, steps), **MODES[mode]}
     return (GRPOConfig if mode == "stock" else BudgetGRPOConfig)(**settings)
 
 

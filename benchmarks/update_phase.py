@@ -29,7 +29,7 @@ import torch
 from timeline import Timeline
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from workload import NUM_ROWS, SuppliedRollouts, build_model, dataset, reward, tokenizer
+from workload import NUM_ROWS, SuppliedRollouts, build_model, dataset, reward, tokenizer, training_settings
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, HostAdamW, __version__
 
@@ -133,23 +133,8 @@ def training_arguments(mode: str, output_dir: str, args: argparse.Namespace) -> 
     chosen = {"gradient_placement": "device"} if mode == "ours_device_gradients" else {}
     chosen.update(pair.split("=", 1) for pair in args.set)
     known = {field.name for field in dataclasses.fields(config_class)}
-    return config_class(
-        output_dir=output_dir,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=NUM_ROWS // 2,
-        num_generations=8,
-        max_completion_length=4096,
-        max_steps=args.steps,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **{name: _parsed(value) for name, value in chosen.items() if name in known},
-    )
+    settings = training_settings(output_dir, NUM_ROWS, args.steps)
+    return config_class(**settings | {name: _parsed(value) for name, value in chosen.items() if name in known})
 
 
 def _parsed(text: str) -> Any:

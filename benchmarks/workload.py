@@ -71,6 +71,26 @@ def build_model(shape: str, dtype: torch.dtype, device: str) -> Qwen3ForCausalLM
     return model.to(device)
 
 
+def training_settings(output_dir: str, rows: int, steps: int) -> dict[str, Any]:
+    """What every paired run trains with: stock's micro-batches of 2 rows, `rows` of them in an optimizer step."""
+    return {
+        "output_dir": output_dir,
+        "bf16": True,
+        "use_cpu": not torch.cuda.is_available(),
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": rows // 2,
+        "num_generations": 8,
+        "max_completion_length": 4096,
+        "max_steps": steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer: the ids supplied stay below its 258 tokens."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
