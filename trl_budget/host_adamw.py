@@ -24,7 +24,7 @@ from trl_budget.compute_weights import ComputeWeights
 from trl_budget.errors import NonFiniteGradientError, SettingsError
 from trl_budget.grad_offload import BackwardHooks, GradientAccumulator, GradientCollector
 from trl_budget.gradient_stream import GradientStream
-from trl_budget.host_threads import HostThreads
+from trl_budget.host_threads import background_thread, step_threads
 from trl_budget.optimizer_state import (
     UNSERVED_FLAGS,
     check_arguments,
@@ -115,7 +115,8 @@ class HostAdamW(torch.optim.Optimizer):
         self._team = join_team(sharding)
         self._host_state = self._team.host_state(pin_memory=pin_memory)
         self._engines = CopyEngines(pin=pin_memory)
-        self._threads = HostThreads()
+        self._threads = step_threads()
+        self._background = background_thread()
         self._compute_weights = ComputeWeights(self._engines)
         self._hooks = BackwardHooks(weakref.WeakMethod(self._on_gradient), weakref.WeakMethod(self._on_backward_end))
         weakref.finalize(self, self._hooks.detach).atexit = False
@@ -132,7 +133,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _gradient_collector(self, pin_memory: bool) -> GradientCollector:
         if self.gradient_placement == "host":
-            return GradientStream(self._engines, self._threads, pin=pin_memory)
+            return GradientStream(self._engines, self._background, pin=pin_memory)
         return GradientAccumulator(self._engines, self._threads)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

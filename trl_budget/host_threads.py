@@ -1,12 +1,12 @@
 """Host threads that take blocks of tensor work one by one, and the cores that torch may use in each of them.
 
-By default one thread beside the calling one: torch's own OpenMP loop splits each operation over the cores this process
-may use. The thread leaves one core to the caller, which queues work for the GPU meanwhile: OpenMP cuts an operation
-into equal parts, and a part that shares its core holds up all of them. Several threads with fewer cores each take
-blocks as they become free and wait for nobody, but they take turns at the interpreter's lock: 16 threads of one core
-each and blocks of 2^20 elements stepped 4 B parameters in 2.9 to 4.9 s on 16 cores, one thread and blocks of 2^22 in
-1.8 s (update_phase_pool.json and packed_update.json in benchmarks/results). The bits do not depend on who takes which
-block: blocks are disjoint, and what is done to each is elementwise.
+Two kinds. `step_threads`: up to four threads that share the cores, while the calling thread waits. Each operation is
+cut by torch's OpenMP loop over the cores of its thread, and while one thread is in Python, between two operations, the
+others keep the memory busy. Stepping 3.1 B parameters with 16 cores took 1.39 s on one thread, 1.03 on two of eight
+cores, 0.92 on four of four, and 1.83 on sixteen of one, which take turns at the interpreter's lock
+(benchmarks/results/host_step.json). `background_thread`: one thread, while the caller queues work for the GPU. It
+leaves one core free: OpenMP cuts an operation into equal parts, and a part that shares its core holds up all of them.
+The bits do not depend on who takes which block: blocks are disjoint, and what is done to each is elementwise.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 THREADS_VARIABLE = "TRL_BUDGET_HOST_THREADS"
 THREAD_NAME = "trl-budget-host"
+MAX_STEP_THREADS = 4
+MIN_CORES_PER_STEP_THREAD = 4
 _start_lock = threading.Lock()  # starting threads changes a setting of the whole process for a moment
 
 
@@ -43,11 +45,10 @@ class HostThreads:
 
     Args:
         count: how many threads, at least 1.
-        cores: how many cores torch uses in each; an equal share of `num_host_cores()` when None. A pool of one uses
-            all of them for `run`, which the caller waits for, and one less for `submit`.
+        cores: how many cores torch uses in each; an equal share of `num_host_cores()` when None.
     """
 
-    def __init__(self, count: int = 1, cores: int | None = None) -> None:
+    def __init__(self, count: int, cores: int | None = None) -> None:
         self.count = count
         self.cores = max(1, num_host_cores() // count) if cores is None else cores
         self._executor: ThreadPoolExecutor | None = None
@@ -64,7 +65,7 @@ class HostThreads:
                 return
             executor = ThreadPoolExecutor(self.count, thread_name_prefix=THREAD_NAME)
             everyone = threading.Barrier(self.count)
-            with _cores(max(1, self.cores - 1) if self.count == 1 else self.cores):
+            with _cores(self.cores):
                 for started in [executor.submit(_take_cores, everyone) for _ in range(self.count)]:
                     started.result()
             self._executor = executor
@@ -85,7 +86,7 @@ class HostThreads:
     def run(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
         """Calls `work` on every item, on whichever thread is free, and returns when all are done.
 
-        One item, or a pool of one, runs on the calling thread, with all of `cores`. In a pool of several, `work` must
+        One item, or a pool of one, runs on the calling thread, with `cores`. In a pool of several, `work` must
         not call `run`: threads that wait for each other's queued calls wait for ever.
 
         Raises:
@@ -107,6 +108,16 @@ class HostThreads:
             pending.clear()
             wait(takers)  # after an error or an interrupt no thread may go on writing
             jobs.clear()
+
+
+def step_threads() -> HostThreads:
+    """Threads for work that the caller waits for; the calling thread itself where there are few cores."""
+    return HostThreads(max(1, min(MAX_STEP_THREADS, num_host_cores() // MIN_CORES_PER_STEP_THREAD)))
+
+
+def background_thread() -> HostThreads:
+    """A thread for work beside the caller, with all cores but one."""
+    return HostThreads(1, cores=max(1, num_host_cores() - 1))
 
 
 class ThreadScratch(threading.local):

@@ -61,7 +61,7 @@ def run_backward(parameters: list[Parameter], scale: float) -> None:
 
 def small_ring(optimizer: HostAdamW) -> HostAdamW:
     """A ring of 8 MiB and copies of 1 MiB: every gradient is cut, and every backward waits for the host threads."""
-    stream = GradientStream(optimizer._engines, optimizer._threads, ring_bytes=8 * MIB, chunk_bytes=MIB)
+    stream = GradientStream(optimizer._engines, optimizer._background, ring_bytes=8 * MIB, chunk_bytes=MIB)
     stream.prepare(optimizer._slots.values())
     optimizer._gradients.collector = stream
     return optimizer

@@ -45,7 +45,7 @@ class FailingSender(HostSender):
 def small_ring(optimizer: HostAdamW) -> None:
     """Every gradient is cut, and backward waits for the host thread."""
     sizes = {"ring_bytes": 4096, "chunk_bytes": 1024}
-    stream = GradientStream(CopyEngines(pin=False), optimizer._threads, **sizes)
+    stream = GradientStream(CopyEngines(pin=False), optimizer._background, **sizes)
     stream.prepare(optimizer._slots.values())
     optimizer._gradients.collector = stream
 
@@ -89,7 +89,9 @@ def interrupted(sharding: str) -> dict[str, Any]:
 def with_failing_thread(optimizer: HostAdamW, parameters: list[Parameter], call: Callable[[], Any]) -> None:
     """A backward whose sums fail on rank 1, then `call`."""
     sender = FailingSender() if dist.get_rank() == 1 else HostSender()
-    optimizer._gradients.collector = stream = GradientStream(CopyEngines(pin=False), optimizer._threads, sender=sender)
+    optimizer._gradients.collector = stream = GradientStream(
+        CopyEngines(pin=False), optimizer._background, sender=sender
+    )
     stream.prepare(optimizer._slots.values())
     backward(parameters, same_gradients(parameters, 2))
     if isinstance(sender, FailingSender):

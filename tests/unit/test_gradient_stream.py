@@ -102,10 +102,10 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def streaming(parameters: list[Parameter], sender: LateSender | None = None, **settings: object) -> HostAdamW:
     """A HostAdamW with three threads, small chunks and a small ring."""
     optimizer = HostAdamW(parameters, gradient_placement="host", **settings)
-    optimizer._threads.close()
-    optimizer._threads.count = 3
+    optimizer._background.close()
+    optimizer._background.count = 3
     sizes = {"ring_bytes": RING_BYTES, "chunk_bytes": CHUNK_BYTES}
-    stream = GradientStream(CopyEngines(pin=False), optimizer._threads, sender=sender or LateSender(), **sizes)
+    stream = GradientStream(CopyEngines(pin=False), optimizer._background, sender=sender or LateSender(), **sizes)
     stream.prepare(optimizer._slots.values())
     optimizer._gradients.collector = stream
     return optimizer

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from trl_budget import host_threads
 from trl_budget.errors import SettingsError
-from trl_budget.host_threads import THREADS_VARIABLE, HostThreads, ThreadScratch, host_thread_count
+from trl_budget.host_threads import (
+    THREADS_VARIABLE,
+    HostThreads,
+    ThreadScratch,
+    background_thread,
+    host_thread_count,
+    step_threads,
+)
 
 
 def on_a_fresh_thread(function: object) -> object:
@@ -95,7 +103,19 @@ def test_operations_on_the_threads_start_no_threads_of_their_own(two_intra_op_th
     assert len(list(Path("/proc/self/task").iterdir())) == before
 
 
-def test_a_pool_of_one_uses_its_cores_on_the_caller_and_one_less_beside_it_and_gives_them_back(
+@pytest.mark.parametrize(
+    ("num_cores", "step", "background"),
+    [(1, (1, 1), (1, 1)), (2, (1, 2), (1, 1)), (7, (1, 7), (1, 6)), (8, (2, 4), (1, 7)), (16, (4, 4), (1, 15)),
+     (64, (4, 16), (1, 63))],
+)  # fmt: skip
+def test_steps_share_all_cores_and_the_background_leaves_one(
+    num_cores: int, step: tuple[int, int], background: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_threads, "num_host_cores", lambda: num_cores)
+    assert [(t.count, t.cores) for t in (step_threads(), background_thread())] == [step, background]
+
+
+def test_a_pool_of_one_uses_its_cores_on_the_caller_and_beside_it_and_gives_them_back(
     two_intra_op_threads: None,
 ) -> None:
     def count(seen: list[int]) -> None:
@@ -105,7 +125,7 @@ def test_a_pool_of_one_uses_its_cores_on_the_caller_and_one_less_beside_it_and_g
     threads, seen = HostThreads(1, cores=3), []
     threads.run(count, [seen])
     threads.submit(count, seen).result()
-    assert seen == [3, 2]
+    assert seen == [3, 3]
     assert torch.get_num_threads() == 2
     assert on_a_fresh_thread(lambda: torch.zeros(2**20).add_(1) is None or torch.get_num_threads()) == 2
 
