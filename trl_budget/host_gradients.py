@@ -1,6 +1,6 @@
 """The fp32 host gradients of the running step: collected, measured, clipped, forgotten.
 
-Norm and clipping have the bits of `torch.nn.utils.clip_grad_norm_` over the same fp32 tensors. Accumulators are scaled
+Clipping as `torch.nn.utils.clip_grad_norm_` does it, with the norm of `gradient_norm.py`. Accumulators are scaled
 late, block by block, while the step has them in cache.
 """
 
@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from trl_budget.errors import HostThreadError
 from trl_budget.grad_offload import GradientCollector, check_gradient
-from trl_budget.gradient_norm import total_norm
-from trl_budget.host_threads import ThreadScratch
+from trl_budget.gradient_norm import norm_of_norms, norms_of
+from trl_budget.host_threads import HostThreads, ThreadScratch
 from trl_budget.parameter_slots import ParameterSlot
 
 
@@ -28,10 +28,14 @@ class HostGradients:
     Args:
         slots: the optimizer's slots; a live view, slots may be added and dropped.
         collector: moves `parameter.grad` to the host.
+        threads: measure the norm.
     """
 
-    def __init__(self, slots: Mapping[Parameter, ParameterSlot], collector: GradientCollector) -> None:
+    def __init__(
+        self, slots: Mapping[Parameter, ParameterSlot], collector: GradientCollector, threads: HostThreads
+    ) -> None:
         self._slots = slots
+        self._threads = threads
         self.collector = collector
         self._norm: Tensor | None = None
         self._scratch = ThreadScratch()
@@ -88,7 +92,7 @@ class HostGradients:
         """The norm over everything a step would use. Measured again where user code can reach the gradients."""
         is_reachable = any(slot.is_in_place for slot in self._slots.values())
         if self._norm is None or is_reachable:
-            return total_norm([slot.gradient for slot in self._slots.values() if slot.gradient is not None])
+            return self._measure({p: slot.gradient for p, slot in self._slots.items() if slot.gradient is not None})
         return self._norm
 
     def clip(self, max_norm: float, parameters: Iterable[Tensor]) -> Tensor:
@@ -109,7 +113,11 @@ class HostGradients:
         return norm
 
     def _measure(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
-        return total_norm([gradient.to("cpu", torch.float32) for gradient in gradients.values()])
+        return norm_of_norms(list(self._norms(gradients).values()))
+
+    def _norms(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        flat = {parameter: gradient.to("cpu", torch.float32) for parameter, gradient in gradients.items()}
+        return norms_of(flat, self._threads)
 
     def of(self, slot: ParameterSlot) -> Tensor | None:
         """The slot's gradient, with earlier clipping applied."""

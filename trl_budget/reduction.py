@@ -16,14 +16,14 @@ from torch.nn import Parameter
 
 from trl_budget.errors import SettingsError
 from trl_budget.grad_offload import GradientCollector
-from trl_budget.gradient_norm import norm_of_norms, norms_of
+from trl_budget.gradient_norm import ROW_ELEMENTS, is_measured_in_rows, norm_of_norms, num_rows, row_norms
 from trl_budget.host_gradients import HostGradients
 from trl_budget.host_threads import HostThreads, ThreadScratch
 from trl_budget.parameter_slots import ParameterSlot
 from trl_budget.ranks import Ranks
 from trl_budget.shared_state import SharedSlot
 
-CHUNK_ELEMENTS = 2**20  # the running sum stays in cache
+CHUNK_ELEMENTS = 2**21  # the running sum stays in cache; whole rows of the norm
 
 
 class SharedGradients(HostGradients):
@@ -43,11 +43,11 @@ class SharedGradients(HostGradients):
         threads: HostThreads,
         ranks: Ranks,
     ) -> None:
-        super().__init__(slots, collector)
-        self._threads = threads
+        super().__init__(slots, collector, threads)
         self._ranks = ranks
         self._is_reduced = False
         self._sum = ThreadScratch()
+        self._row_norms: dict[ParameterSlot, Tensor] = {}  # of the gradients reduced here, as long as they are so
 
     def _shared_slots(self) -> list[SharedSlot]:
         return [cast(SharedSlot, slot) for slot in self._slots.values()]
@@ -95,23 +95,30 @@ class SharedGradients(HostGradients):
             if slot.reduced is not None and slot.reducer == self._ranks.local_rank:
                 sources = [peer.view(-1) for peer, flags in zip(slot.peers, here, strict=True) if flags[index]]
                 sums += [(slot, sources, start) for start in range(0, slot.reduced.numel(), CHUNK_ELEMENTS)]
+                if is_measured_in_rows(slot.parameter) and self._ranks.num_nodes == 1:
+                    self._row_norms[slot] = torch.empty(num_rows(slot.reduced))
         self._threads.run(lambda chunk: self._sum_chunk(*chunk), sums)
         self._sum_nodes({slot: None for slot, *_ in sums})
         self._is_reduced = True
 
     @torch.no_grad()
     def _sum_chunk(self, slot: SharedSlot, sources: list[Tensor], start: int) -> None:
-        """The mean over this node's ranks, in rank order; the sum where nodes follow. Any thread may call."""
+        """The mean over this node's ranks, in rank order, and its norms; the sum where nodes follow. On any thread."""
         assert slot.reduced is not None
         target = slot.reduced.view(-1)[start : start + CHUNK_ELEMENTS]
         total = self._sum.take(target.numel())
-        if not sources:
-            total.zero_()
-        for index, source in enumerate(sources):
-            part = source[start : start + CHUNK_ELEMENTS]
-            total.copy_(part) if index == 0 else total.add_(part)
+        parts = [source[start : start + CHUNK_ELEMENTS] for source in sources]
+        if len(parts) < 2:
+            total.copy_(parts[0]) if parts else total.zero_()
+        else:
+            torch.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            total.add_(part)
         if self._ranks.num_nodes == 1:
             total.div_(self._ranks.world_size)
+        if slot in self._row_norms:
+            norms = row_norms(total)
+            self._row_norms[slot][start // ROW_ELEMENTS :][: norms.numel()] = norms
         target.copy_(total)
 
     def _sum_nodes(self, slots: Iterable[SharedSlot]) -> None:
@@ -147,6 +154,7 @@ class SharedGradients(HostGradients):
                 # In the one copy that all read: by the rank that made it, before the norms are exchanged.
                 if slot.reduced is not None and slot.reducer == self._ranks.local_rank:
                     slot.reduced.mul_(slot.clip_coefficient)
+                    self._row_norms.pop(slot, None)
                 slot.clip_coefficient = None
             gradient = parameter.grad if slot is None else slot.gradient
             if gradient is not None:
@@ -158,8 +166,7 @@ class SharedGradients(HostGradients):
         numbers: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(self._slots)}
         here = self._ranks.local_rank
         elsewhere = {slot.parameter for slot in self._shared_slots() if slot.reducer != here}
-        mine = [parameter for parameter in gradients if parameter not in elsewhere]
-        norms = dict(zip(mine, norms_of([gradients[p].to("cpu", torch.float32) for p in mine]), strict=True))
+        norms = self._norms({p: gradient for p, gradient in gradients.items() if p not in elsewhere})
         shared = {numbers[p]: norm.item() for p, norm in norms.items() if p in numbers}
         everyone = self._ranks.exchange("exchange norms", shared)
         known: dict[int, float] = {}
@@ -167,6 +174,11 @@ class SharedGradients(HostGradients):
             known.update(everyone[rank])
         ordered = [torch.tensor(known[numbers[p]]) if p in numbers else norms[p] for p in gradients]
         return norm_of_norms(ordered)
+
+    def _norms(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        rows: dict[Tensor, Tensor] = {slot.parameter: norms for slot, norms in self._row_norms.items()}
+        others = super()._norms({p: gradient for p, gradient in gradients.items() if p not in rows})
+        return {p: norm_of_norms(rows[p]) if p in rows else others[p] for p in gradients}
 
     def zero(self, set_to_none: bool) -> None:
         """Forgets the accumulated gradients, or sets this rank's to zero."""
@@ -180,4 +192,5 @@ class SharedGradients(HostGradients):
     def forget(self) -> None:
         """Marks every accumulator empty. All ranks must have read them."""
         super().forget()
+        self._row_norms.clear()
         self._is_reduced = False

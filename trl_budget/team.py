@@ -101,7 +101,7 @@ class OneRank:
         self, slots: Mapping[Parameter, ParameterSlot], collector: GradientCollector, threads: HostThreads
     ) -> HostGradients:
         """What collects, measures and clips."""
-        return HostGradients(slots, collector)
+        return HostGradients(slots, collector, threads)
 
     def master_slabs(self, names: Mapping[Parameter, str], *, pin: bool) -> ParameterSlabs:
         """Empty slabs for the masters of the parameters in `names`."""

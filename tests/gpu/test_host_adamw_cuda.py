@@ -50,7 +50,10 @@ def test_host_state_equals_torch_adamw_on_the_same_tensors(
         for p, g in zip(reference, set_gradients(parameters, step), strict=True):
             p.grad = g
         assert all(p.grad is None for p in parameters)
-        assert ours.clip_grad_norm_(max_norm) == torch.nn.utils.clip_grad_norm_(reference, max_norm)
+        norm = ours.clip_grad_norm_(max_norm)
+        expected = sum(q.grad.double().square().sum() for q in reference).sqrt()
+        assert abs(norm.double() - expected) / expected < 4e-6  # torch's own, on the CPU, is off by 2e-3
+        torch.nn.utils.clip_grads_with_norm_(reference, max_norm, norm)
         ours.step()
         torch_adamw.step()
         for p, q in zip(parameters, reference, strict=True):

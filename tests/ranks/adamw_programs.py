@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from trl_budget import HostAdamW
+from trl_budget import HostAdamW, gradient_norm, reduction
 
 SHAPES = ((1,), (17,), (1025,), (33, 7), (), (4, 3, 5), (700, 401), (64, 9), (5,), (3,))
 FROZEN, NOWHERE, ON_RANK_0 = 7, 8, 9  # indices of a frozen parameter and of those with gradients nowhere, on rank 0
@@ -95,3 +95,17 @@ def train(
 
 def train_all(shardings: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> dict[Any, Any]:
     return {(sharding, dtype): train(sharding, dtype) for sharding in shardings for dtype in dtypes}
+
+
+def measure_in_rows(shardings: tuple[str, ...]) -> dict[str, list[Tensor]]:
+    """Norms of three clips in one step, the first of which binds, as for GPU parameters and in several chunks."""
+    gradient_norm.is_measured_in_rows = reduction.is_measured_in_rows = lambda _: True
+    reduction.CHUNK_ELEMENTS = 4 * gradient_norm.ROW_ELEMENTS
+    norms = {}
+    for sharding in shardings:
+        parameters = start_weights(dist.get_rank(), torch.bfloat16)
+        optimizer = HostAdamW(parameters, sharding=sharding)
+        backward(parameters, pass_gradients(0, dist.get_rank(), 0, torch.bfloat16))
+        norms[sharding] = [optimizer.clip_grad_norm_(max_norm) for max_norm in (1.0, 1e6)]
+        norms[sharding].append(optimizer.clip_grad_norm_(1e6, parameters[6]))
+    return norms

@@ -6,6 +6,7 @@ parameter has gradients on rank 0 only, one nowhere, one is frozen.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from adamw_programs import (
     SHAPES,
     groups_of,
     max_norm_of,
+    measure_in_rows,
     num_passes,
     pass_gradients,
     start_weights,
@@ -139,3 +141,19 @@ def test_each_rank_owns_its_share_of_the_optimizer(layout: Any, dtype: torch.dty
         assert abs(result["sharded", dtype]["owned_bytes"] - 12 * sum(sizes) / per_node) <= 12 * max(sizes)
     owned = sum(result["sharded", dtype]["owned_bytes"] for result in results)
     assert owned == 12 * sum(sizes) * num_nodes
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_norms_measured_in_rows_are_accurate_and_the_same_on_all_ranks(num_nodes: int, tmp_path: Path) -> None:
+    """As for parameters on a GPU; the norm comes with the sum on one node, and after it on two."""
+    results = run_ranks(measure_in_rows, 4, tmp_path, SHARDINGS, num_nodes=num_nodes)
+    gradients = [
+        [pass_gradients(0, rank, 0, torch.bfloat16)[index] for rank in range(4)] for index in range(len(SHAPES))
+    ]
+    means = [sum(g.double() for g in ranks if g is not None) / 4 for ranks in gradients if ranks[0] is not None]
+    norm = torch.stack([mean.norm() for mean in means]).norm()
+    expected = [norm.item(), 1.0, (means[6].norm() / norm).item()]
+    for result in results:
+        for sharding in SHARDINGS:
+            assert [n.item() for n in result[sharding]] == pytest.approx(expected, rel=4e-6)
+            assert result[sharding] == results[0]["auto"]
