@@ -62,25 +62,29 @@ def plan_passes(
         keeps_micro_batches_whole: never cut a stock micro-batch.
 
     Returns:
-        By rank, as many passes on each rank: row indices, ascending. Each row is in exactly one pass. A rank with
-        fewer rows than passes has empty ones, in front.
+        By rank, as many passes on each rank: row indices, ascending. Each row is in exactly one pass, and no pass is
+        empty: the ranks meet in each of them, so the shortest rank gains nothing from fewer.
     """
     planned = [_plan_rank(rows, budget, cost, micro_batch_size, keeps_micro_batches_whole) for rows in lengths]
     num_passes = max((len(passes) for passes in planned), default=0)
-    return [
-        _spread(rows, passes, num_passes, budget, cost, keeps_micro_batches_whole)
+    unit_sizes = (micro_batch_size,) if keeps_micro_batches_whole else (micro_batch_size, 1)
+    spread = [
+        _spread(rows, passes, num_passes, budget, cost, unit_sizes)
         for rows, passes in zip(lengths, planned, strict=True)
     ]
+    if len(spread) == 1:
+        return spread
+    return [_longest_first(rows, passes, cost) for rows, passes in zip(lengths, spread, strict=True)]
 
 
 def _plan_rank(
     lengths: Sequence[RowLength], budget: int, cost: PassCost, micro_batch_size: int, keeps_whole: bool
 ) -> Passes:
     rows = range(len(lengths))
-    micro_batches = [tuple(rows[start : start + micro_batch_size]) for start in range(0, len(rows), micro_batch_size)]
+    micro_batches = _units(rows, micro_batch_size)
     if keeps_whole:
         return _fewest(micro_batches, lengths, budget, cost)
-    by_row = _fewest([(row,) for row in rows], lengths, budget, cost)
+    by_row = _fewest(_units(rows, 1), lengths, budget, cost)
     fits = [cost.tokens([lengths[row] for row in unit]) <= budget for unit in micro_batches]
     units = [
         part
@@ -138,14 +142,45 @@ def _by_length(units: Sequence[tuple[int, ...]], lengths: Sequence[RowLength], b
 
 
 def _spread(
-    lengths: Sequence[RowLength], passes: Passes, num_passes: int, budget: int, cost: PassCost, keeps_whole: bool
+    lengths: Sequence[RowLength],
+    passes: Passes,
+    num_passes: int,
+    budget: int,
+    cost: PassCost,
+    unit_sizes: Sequence[int],
 ) -> Passes:
-    """The same rows in `num_passes` passes, with empty ones where there are too few rows."""
+    """The same rows in `num_passes` passes, of units of the first size that leaves enough of them and fits."""
     if len(passes) == num_passes:
         return passes
-    if cost.is_packed and not keeps_whole and len(lengths) >= num_passes:
-        rows = [(row,) for row in range(len(lengths))]
-        spread = _largest_first(rows, lengths, num_passes, budget, cost)
+    for unit_size in unit_sizes if cost.is_packed else ():
+        units = _units(range(len(lengths)), unit_size)
+        spread = _largest_first(units, lengths, num_passes, budget, cost) if len(units) >= num_passes else None
         if spread is not None:
             return spread
-    return [()] * (num_passes - len(passes)) + passes
+    while len(passes) < num_passes:
+        passes = _with_one_more(lengths, passes, cost, unit_sizes[-1])
+    return passes
+
+
+def _longest_first(lengths: Sequence[RowLength], passes: Passes, cost: PassCost) -> Passes:
+    """The ranks meet in every pass: those that take long at the same time."""
+    return sorted(passes, key=lambda rows: -sum(cost.of_row(lengths[row]) for row in rows))
+
+
+def _with_one_more(lengths: Sequence[RowLength], passes: Passes, cost: PassCost, unit_size: int) -> Passes:
+    """The pass with the most tokens that can be cut, cut into its longer and its shorter units."""
+    sizes = [cost.tokens([lengths[row] for row in rows]) if len(rows) > unit_size else 0 for rows in passes]
+    largest = sizes.index(max(sizes))
+    units = _units(passes[largest], unit_size)
+    units.sort(key=lambda unit: (-max(sum(lengths[row]) for row in unit), unit))
+    half = len(units) // 2
+    parts = [tuple(sorted(row for unit in part for row in unit)) for part in (units[:half], units[half:])]
+    return [*passes[:largest], *parts, *passes[largest + 1 :]]
+
+
+def _units(rows: Sequence[int], unit_size: int) -> list[tuple[int, ...]]:
+    """Ascending rows by stock micro-batch, or each by itself."""
+    units: dict[int, list[int]] = {}
+    for row in rows:
+        units.setdefault(row // unit_size, []).append(row)
+    return [tuple(unit) for unit in units.values()]

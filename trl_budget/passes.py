@@ -102,28 +102,22 @@ class WindowPasses:
         Returns:
             fp32 scalar: the sum of stock's losses of the window, whose gradient is the last pass's.
         """
-        passes, num_calls = self._plan()
+        passes, calls = self._plan()
         is_single = len(passes) == 1
-        calls = 0
         for index, rows in enumerate(passes):
             is_last = index == len(passes) - 1
             with nullcontext() if is_last else self._owner.accelerator.no_sync(model):
-                loss, called = self._pass(model, rows, keeps_metrics=is_single)
-                calls += called
-                if not is_last and loss is not None:
+                loss = self._pass(model, rows, calls[index], keeps_metrics=is_single)
+                if not is_last:
                     self._owner.accelerator.backward(loss)
-        for _ in range(num_calls - calls):  # the metrics gather: every rank calls the loss equally often
-            with torch.no_grad(), self._without_metrics():
-                self._owner.loss_of(model, self._micro_batches[0], self.known(0))
         with torch.no_grad():
             for number in range(len(self._micro_batches)):
                 if number not in self._losses:
                     self._losses[number] = self._stock_loss(model, number, self.known(number)).detach()
-        assert loss is not None, "the last pass holds rows on every rank"
         return _Valued.apply(loss, torch.stack([self._losses[number] for number in sorted(self._losses)]).sum())
 
-    def _plan(self) -> tuple[Passes, int]:
-        """This rank's passes, and how often the busiest rank calls the loss for their gradients."""
+    def _plan(self) -> tuple[Passes, list[int]]:
+        """This rank's passes, and how often the busiest rank calls the loss in each of them."""
         accelerator = self._owner.accelerator
         lengths = _row_lengths(self._rows["prompt_mask"], self._rows["completion_mask"], self._settings)
         if accelerator.num_processes > 1:
@@ -135,8 +129,8 @@ class WindowPasses:
             micro_batch_size=self._micro_batch_size,
             keeps_micro_batches_whole=self._settings.keeps_micro_batches_whole,
         )
-        calls = [sum(len(self._touched(rows)) for rows in passes) for passes in plans]
-        return plans[accelerator.process_index], max(calls)
+        calls = [max(len(self._touched(rows)) for rows in ranks) for ranks in zip(*plans, strict=True)]
+        return plans[accelerator.process_index], calls
 
     def _touched(self, rows: tuple[int, ...]) -> dict[int, list[int]]:
         """By stock micro-batch: its rows in the pass."""
@@ -145,14 +139,14 @@ class WindowPasses:
             touched.setdefault(row // self._micro_batch_size, []).append(row)
         return touched
 
-    def _pass(self, model: Any, rows: tuple[int, ...], *, keeps_metrics: bool) -> tuple[Tensor | None, int]:
-        """The loss of one pass, with gradient, and how many stock micro-batches it touched."""
-        if not rows:
-            return None, 0
-        chosen = torch.tensor(rows, device=self.log_probs.device)
-        outputs = self._owner.score_rows(model, {name: values[chosen] for name, values in self._rows.items()})
-        live = [self._live(known, chosen, values) for known, values in zip(self._all_known(), outputs, strict=True)]
+    def _pass(self, model: Any, rows: tuple[int, ...], num_calls: int, *, keeps_metrics: bool) -> Tensor:
+        """The loss of one pass, with gradient.
+
+        The metrics gather, so the ranks meet in every call of the loss: each calls it `num_calls` times before it goes
+        on. A rank that called it more often than others would wait for their next pass before its own backward.
+        """
         losses = []
+        live = self._live_outputs(model, rows)
         touched = self._touched(rows)
         for number in touched:
             served = self._of(number, live[0]), self._of(number, live[1])
@@ -162,7 +156,16 @@ class WindowPasses:
             else:
                 with self._without_metrics():
                     losses.append(self._owner.loss_of(model, self._micro_batches[number], served))
-        return torch.stack(losses).sum(), len(touched)
+        for _ in range(num_calls - len(touched)):
+            with torch.no_grad(), self._without_metrics():
+                self._owner.loss_of(model, self._micro_batches[0], self.known(0))
+        return torch.stack(losses).sum()
+
+    def _live_outputs(self, model: Any, rows: tuple[int, ...]) -> list[Tensor]:
+        """Log-probs and entropies of the whole window, those of the pass fresh from the model."""
+        chosen = torch.tensor(rows, device=self.log_probs.device)
+        outputs = self._owner.score_rows(model, {name: values[chosen] for name, values in self._rows.items()})
+        return [self._live(known, chosen, values) for known, values in zip(self._all_known(), outputs, strict=True)]
 
     def _live(self, known: Tensor, chosen: Tensor, values: Tensor) -> Tensor:
         """All rows of the window, those of the pass with gradient; remembers their values for later passes."""

@@ -109,6 +109,23 @@ def rollouts(kind: str, rank: int) -> Any:
     return rollout_func
 
 
+def record_events(trainer: BudgetGRPOTrainer) -> list[str]:
+    """A list that grows with every call of TRL's loss, whose metrics all ranks gather, and with every backward."""
+    events: list[str] = []
+    loss_of, run_backward = trainer.loss_of, trainer.accelerator.backward
+
+    def recorded_loss(*args: Any) -> torch.Tensor:
+        events.append("loss")
+        return loss_of(*args)
+
+    def recorded_backward(*args: Any, **kwargs: Any) -> None:
+        events.append("backward")
+        run_backward(*args, **kwargs)
+
+    trainer.loss_of, trainer.accelerator.backward = recorded_loss, recorded_backward
+    return events
+
+
 def run(name: str, trainer_class: type, out: Path, rank: int, **more: Any) -> dict[str, Any]:
     settings, budget, kind = CASES[name]
     is_ours = issubclass(trainer_class, BudgetGRPOTrainer)
@@ -123,8 +140,10 @@ def run(name: str, trainer_class: type, out: Path, rank: int, **more: Any) -> di
     trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().register_forward_pre_hook(
         lambda _module, args: forwards.append(args[0].numel())
     )
+    events = record_events(trainer) if is_ours else []
     trainer.train()
     return {
+        "events": events,
         "gradients": trainer.gradients,
         "log": comparable_log(trainer),
         "weights": weights(trainer),

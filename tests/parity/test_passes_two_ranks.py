@@ -121,12 +121,21 @@ def test_the_adaptive_coefficient_follows_stocks_for_five_steps(results: Results
     assert run["ours"]["world_entropy"] == pytest.approx(run["stock"]["world_entropy"], rel=1e-5)
 
 
-def test_ranks_with_fewer_tokens_run_fewer_passes_of_their_own(results: Results) -> None:
-    """The cases are what they claim: the rank of tiny rows leaves passes out, the ranks' forwards differ."""
+def test_a_rank_of_tiny_rows_runs_few_tokens_in_passes_of_its_own(results: Results) -> None:
+    """The cases are what they claim: the ranks' forwards differ."""
     long, tiny = (of(results, "a rank of tiny rows", rank)["ours"]["forwards"] for rank in range(2))
     assert sum(tiny) < sum(long) / 3
     uneven = [of(results, "grpo, packed", rank)["ours"]["forwards"] for rank in range(2)]
     assert uneven[0] != uneven[1]
+
+
+@pytest.mark.parametrize("case", ["grpo, packed", "bnpo with an entropy bonus", "adaptive entropy", "all-masked rows"])
+def test_no_rank_waits_for_a_backward_of_another(results: Results, case: str) -> None:
+    """The ranks meet in every call of the loss. One that called it more often in a pass would wait for the next pass
+    of the other before it could start its own backward, and the two would take turns."""
+    first, second = (of(results, case, rank)["ours"]["events"] for rank in range(2))
+    assert first.count("backward") > 4 * CASES[case][0].get("max_steps", 2)
+    assert first == second
 
 
 @every_case
