@@ -4,7 +4,8 @@
 
 `NCCL_P2P_DISABLE=1` makes the cards exchange through host memory, as cards without NVLink or peer access do. Rollouts
 are supplied: `--rows-per-card` rows with the lengths of workload W, repeated. Every mode is launched by `accelerate
-launch` with `accelerate_configs/ddp_2gpu_pcie.yaml` (`one_card` with `single_gpu.yaml`) in processes of its own.
+launch` with `accelerate_configs/ddp_2gpu_pcie.yaml` (`one_card` and `one_card_both`, which trains on the rows of both
+cards, with `single_gpu.yaml`) in processes of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 PACKED = {"padding_free": "on", "max_tokens_per_microbatch": 24_576}
 MODES: dict[str, dict[str, Any]] = {
     "one_card": PACKED,
+    "one_card_both": PACKED,
     "sharded": {**PACKED, "optimizer_sharding": "sharded"},
     "stock": {},
     "rank0": {**PACKED, "optimizer_sharding": "rank0"},
@@ -46,15 +50,26 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class RankRollouts(SuppliedRollouts):
-    """Workload W's rows for this rank: every rank starts at another row, so that their token counts differ."""
+    """Workload W's rows for this rank: every rank starts at another row, so that their token counts differ.
 
-    def __init__(self, scale: float, rank: int) -> None:
+    Args:
+        scale: see `SuppliedRollouts`.
+        rank: of this process.
+        rows_per_card: rows beyond these are the next rank's.
+    """
+
+    def __init__(self, scale: float, rank: int, rows_per_card: int) -> None:
         super().__init__(scale)
-        self._shift = 5 * rank
+        self._rank = rank
+        self._rows_per_card = rows_per_card
+
+    def _stored(self, row: int) -> int:
+        card, row = divmod(row, self._rows_per_card)
+        return (row + 5 * (self._rank + card)) % len(self.lengths)
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         """Ignores the prompts' text and returns the stored ids, over and over."""
-        rows = [(row + self._shift) % len(self.lengths) for row in range(len(prompts))]
+        rows = [self._stored(row) for row in range(len(prompts))]
         return {
             "prompt_ids": [self.prompts[row] for row in rows],
             "completion_ids": [self.completions[row] for row in rows],
@@ -80,9 +95,20 @@ class RankEquality(TrainerCallback):
         self.host_gib.append(psutil.Process().memory_full_info().pss / 2**30)
 
 
-def arguments(mode: str, folder: str, rows: int, steps: int) -> GRPOConfig:
+def arguments(mode: str, folder: str, rows_per_card: int, steps: int) -> GRPOConfig:
+    rows = 2 * rows_per_card if mode == "one_card_both" else rows_per_card
     settings = {**training_settings(folder, rows, steps), **MODES[mode]}
     return (GRPOConfig if mode == "stock" else BudgetGRPOConfig)(**settings)
+
+
+def reward_by_card(rows_per_card: int) -> Callable[..., list[float]]:
+    """`workload.reward` of each card's rows by themselves."""
+
+    def reward_of_rows(completions: list[str], **_: Any) -> list[float]:
+        starts = range(0, len(completions), rows_per_card)
+        return [value for start in starts for value in reward(completions[start : start + rows_per_card])]
+
+    return reward_of_rows
 
 
 def run_rank(args: argparse.Namespace) -> dict[str, Any]:
@@ -106,12 +132,12 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     trainer = trainer_class(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=reward_by_card(args.rows_per_card),
         args=config,
         train_dataset=Dataset.from_list([{"prompt": f"prompt {row}"} for row in range(64)]),
         processing_class=tokenizer(),
         callbacks=[clock, equality],
-        rollout_func=RankRollouts(args.scale, rank),
+        rollout_func=RankRollouts(args.scale, rank, args.rows_per_card),
     )
     equality.trainer = trainer
     construction_seconds = time.perf_counter() - started
@@ -153,22 +179,42 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def gpu_clocks() -> Iterator[list[str]]:
+    """One line a second and card while the block runs: time, index, SM clock, power, temperature, why it is slowed."""
+    lines: list[str] = []
+    if not torch.cuda.is_available():
+        yield lines
+        return
+    query = "timestamp,index,clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-l", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield lines
+        finally:
+            process.terminate()
+            lines += process.communicate()[0].splitlines()
+
+
 def launch(mode: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs one mode and returns every rank's figures."""
     with tempfile.TemporaryDirectory() as folder:
-        config = "single_gpu.yaml" if mode == "one_card" else args.config
+        is_one_card = mode.startswith("one_card")
+        config = "single_gpu.yaml" if is_one_card else args.config
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
-        if mode == "one_card" and not torch.cuda.is_available():
+        if is_one_card and not torch.cuda.is_available():
             command.append("--cpu")
         flags = ["--shape", args.shape, "--scale", str(args.scale), "--rows-per-card", str(args.rows_per_card)]
         flags += ["--steps", str(min(2, args.steps) if mode == "stock" else args.steps)]
         flags += ["--worker", mode, "--folder", folder]
         environment = {**os.environ, "NCCL_P2P_DISABLE": "1"}
+        if is_one_card:  # transformers would use the second card as well, with DataParallel
+            environment["CUDA_VISIBLE_DEVICES"] = "0"
         subprocess.run([*command, __file__, *flags], check=True, stdout=sys.stderr, env=environment)
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
 
 
-def report(results: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def report(results: dict[str, Any], clocks: dict[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
     """Results, scaling and what they were measured on."""
     summaries = {mode: summary(ranks) for mode, ranks in results.items()}
     scaling = None
@@ -186,6 +232,7 @@ def report(results: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         "scaling_efficiency": scaling,
         "summary": summaries,
         "ranks": results,
+        "gpu_clocks": clocks,
     }
 
 
@@ -207,10 +254,12 @@ def main() -> None:
         Path(args.folder, f"rank{figures['rank']}.json").write_text(json.dumps(figures))
         return
     results: dict[str, Any] = {}
+    clocks: dict[str, list[str]] = {}
     for mode in args.modes:
-        results[mode] = launch(mode, args)
+        with gpu_clocks() as clocks[mode]:
+            results[mode] = launch(mode, args)
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report(results, args), indent=1) + "\n")
+        args.output.write_text(json.dumps(report(results, clocks, args), indent=1) + "\n")
         print(mode, json.dumps(summary(results[mode])), results[mode][0]["log"][-1], flush=True)
 
 
