@@ -30,3 +30,7 @@ class RankError(RuntimeError):
 
 class HostThreadError(RuntimeError):
     """A host thread failed at its part of the work; the error that it met is the cause."""
+
+
+class ParkedError(RuntimeError):
+    """Weights were used while they are parked in host memory, or could not come back from there."""
