@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ def test_slabs_hold_the_sizes_they_were_made_for(sizes: list[int], limit: int) -
     for number, nbytes in enumerate(slabs):
         spans = sorted((s, s + size) for (slab, s), size in zip(places, sizes, strict=True) if slab == number)
         assert all(start % ALIGNMENT_BYTES == 0 for start, _ in spans)
-        assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
         assert spans[-1][1] <= nbytes
 
 

@@ -148,6 +148,17 @@ def test_gradients_are_left_alone() -> None:
     assert zoo.scalar.grad is gradient and torch.equal(gradient, expected)
 
 
+def test_hooks_on_the_nodes_that_ddp_uses_still_fire() -> None:
+    zoo, fired = Zoo(), []
+    node = zoo.scalar.expand_as(zoo.scalar).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: fired.append("hook"))
+    weights = ParkedWeights(zoo, "policy", device_type="cpu")
+    weights.park()
+    weights.unpark()
+    zoo(torch.arange(7)).backward()
+    assert fired == ["hook"]
+
+
 def test_version_counters_do_not_move() -> None:
     zoo = Zoo()
     before = [tensor._version for tensor in tensors_of(zoo).values()]
