@@ -30,3 +30,7 @@ class RankError(RuntimeError):
 
 class HostThreadError(RuntimeError):
     """A host thread failed at its part of the work; the error that it met is the cause."""
+
+
+class DeviceMemoryError(RuntimeError):
+    """The card holds more than `device_memory_budget` allows, or has too little free for what is to come."""
