@@ -34,3 +34,11 @@ class HostThreadError(RuntimeError):
 
 class ParkedError(RuntimeError):
     """Weights were used while they are parked in host memory, or could not come back from there."""
+
+
+class DeviceMemoryError(RuntimeError):
+    """The card holds more than `device_memory_budget` allows, or has too little free for what is to come."""
+
+
+class StalePolicyError(RuntimeError):
+    """vLLM's log-probs are so far from the trainer's that it must have sampled with other weights."""
