@@ -42,3 +42,7 @@ class DeviceMemoryError(RuntimeError):
 
 class StalePolicyError(RuntimeError):
     """vLLM's log-probs are so far from the trainer's that it must have sampled with other weights."""
+
+
+class WeightSyncError(RuntimeError):
+    """vLLM's weights are not the policy's."""

@@ -173,6 +173,14 @@ class ParkedWeights:
             )
         self._room.release()
 
+    def abandon(self) -> None:
+        """Ends the care for weights that have been given other storages: nothing comes back, the module runs again."""
+        self._parked = None
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        self._room.release()
+
     def _saved(self) -> list[_ParkedStorage]:
         storages = self._storages_to_park()
         sizes = [storage.nbytes() for storage in storages]
