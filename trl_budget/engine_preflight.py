@@ -7,7 +7,6 @@ what the engine demands, `device_allocator/cumem.py` for what its pool stands.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,7 +84,7 @@ def check_allocator_settings(environment: Mapping[str, str]) -> None:
     """
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         value = environment.get(variable, "")
-        entries = [entry for entry in re.split(r",(?![^\[]*\])", value) if entry.strip()]
+        entries = [entry for entry in value.split(",") if entry.strip()]
         kept = [entry.strip() for entry in entries if "".join(entry.split()).lower() != "expandable_segments:true"]
         if len(kept) == len(entries):
             continue
