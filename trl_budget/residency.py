@@ -183,11 +183,12 @@ class Residency:
         return self._owners[name]
 
     def _park(self, owners: Sequence[Owner]) -> None:
+        present = [owner for owner in owners if not owner.is_parked]
+        self._bytes_when_present.update({owner.name: owner.device_bytes for owner in present})
         for owner in owners:
-            if not owner.is_parked:
-                self._bytes_when_present[owner.name] = owner.device_bytes
             owner.park()  # also one that is parked: it may be back in part
-        release_cached_memory()
+        if present:
+            release_cached_memory()  # not in every phase: what torch keeps is used again in the next
 
     def _unpark(self, owner: Owner) -> None:
         if not owner.is_parked:

@@ -1,0 +1,174 @@
+"""The colocated engine's life: start, wake, weights, generate, sleep.
+
+A subclass of TRL 1.16's `VLLMGeneration`. The card belongs to the trainer or to the engine, never to both: whoever
+leaves has left before the other comes. vLLM sleeps once, after the last generation of a step, however often tools call
+`generate`. In server mode, and with tensor parallelism, everything is TRL's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import ensure_master_addr_port
+
+from trl_budget import upstream_vllm
+from trl_budget.residency import Phase
+
+logger = logging.getLogger(__name__)
+
+
+class Card(Protocol):
+    """Who holds the card's memory; `residency.Residency`."""
+
+    def enter(self, phase: Phase) -> None:
+        """Parks what must leave, then brings what must be there."""
+
+
+@dataclass
+class EngineSettings:
+    """How the engine is built and handed the card.
+
+    Attributes:
+        sleeps: whether it gives its memory back after each rollout.
+        dtype: of its weights, vLLM's choice when None.
+        start: called before the engine is built, with the trainer's models off the card; refuses what cannot fit.
+        adopt: called once with the engine that has started; returns whether its weights are the policy's own, which
+            then need no sync. The policy is off the card.
+        weights: name and value of every weight to load, while the policy is off the card; None reads them from the
+            policy where it is.
+        after_sync: called after every sync with the engine, weights awake.
+        build: makes the engine; `vllm.LLM` when None.
+    """
+
+    sleeps: bool
+    dtype: str | None = None
+    start: Callable[[], None] = lambda: None
+    adopt: Callable[[Any], bool] = lambda _: False
+    weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+    after_sync: Callable[[Any], None] = lambda _: None
+    build: Callable[..., Any] | None = None
+
+
+class ColocatedGeneration(VLLMGeneration):
+    """TRL's generation backend with the card handed over between the engine and the trainer.
+
+    Args:
+        settings: how the engine is built and handed the card.
+        card: who holds the card's memory.
+        arguments: `VLLMGeneration`'s own, without `enable_sleep_mode`: its way of sleeping stays off.
+    """
+
+    def __init__(self, settings: EngineSettings, card: Card, **arguments: Any) -> None:
+        self._settings = settings
+        self._card = card
+        self._shares_weights = False
+        self._has_current_weights = True  # the checkpoint that the policy was loaded from, until the first sync
+        super().__init__(**arguments, enable_sleep_mode=False)
+
+    def _init_vllm(self) -> None:
+        """As TRL 1.16, for an engine in this process without tensor parallelism."""
+        build = self._settings.build or upstream_vllm.engine_class()
+        accelerator = self.accelerator
+        os.environ["RANK"] = str(accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
+        ensure_master_addr_port()
+        self._card.enter(Phase.START)
+        self._settings.start()
+        self.llm = build(**self._engine_arguments())
+        self._shares_weights = self._settings.adopt(self.llm)
+        self.close()
+        accelerator.wait_for_everyone()
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        arguments = {
+            "model": self.model.name_or_path,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_model_len": self.max_model_length,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_sleep_mode": self._settings.sleeps,
+            "model_impl": self.model_impl,
+            "distributed_executor_backend": "external_launcher",
+            "seed": self.accelerator.process_index // self.tensor_parallel_size,
+            "max_num_batched_tokens": 4096,  # vLLM's profiler takes memory for a full batch
+            "logprobs_mode": "processed_logprobs",  # what the sampling correction divides by
+            "quantization": upstream_vllm.quantization(self.model),
+            "trust_remote_code": self.trust_remote_code,
+        }
+        if self._settings.dtype is not None:
+            arguments["dtype"] = self._settings.dtype
+        if self._settings.sleeps and upstream_vllm.has_sleep_backends():
+            upstream_vllm.register_sleep_backend()
+            arguments["sleep_mode_backend"] = upstream_vllm.SLEEP_BACKEND
+        return arguments
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether any part of the engine holds memory that it could give back."""
+        return self._settings.sleeps and upstream_vllm.sleeping_tags(self.llm) != {"weights", "kv_cache"}
+
+    def open(self) -> None:
+        """Gives the engine the card, with the policy's present weights: `generate` may be called."""
+        if not self._has_current_weights:
+            self.sync_weights()
+        self._take_card()
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    def close(self) -> None:
+        """Gives the trainer the card back; nothing to do for an engine that does not sleep."""
+        if self._settings.sleeps:
+            self._sleep()
+            self._has_current_weights = self._shares_weights
+        self._card.enter(Phase.SCORE)
+
+    def sync_weights(self) -> None:
+        """As TRL 1.16; weights go straight from the host copy of the parked policy, so the card holds them once."""
+        if self._settings.weights is not None or self._shares_weights:
+            self._take_card()
+        else:
+            self._card.enter(Phase.SCORE)  # adapters are merged on the card
+        self._wake("weights")
+        if not self._shares_weights:
+            model = upstream_vllm.engine_model(self.llm)
+            for name, weight in self._weights():
+                upstream_vllm.load_weight(model, name, weight)
+        self.llm.reset_prefix_cache()
+        self._settings.after_sync(self.llm)
+        self._has_current_weights = True
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self._settings.weights is None:
+            yield from self._iter_named_params()
+            return
+        for name, weight in self._settings.weights():
+            yield self._fix_param_name_to_vllm(name), weight
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As TRL 1.16; wakes the engine and leaves it awake until `close`."""
+        self.open()
+        return super().generate(*args, **kwargs)
+
+    def _take_card(self) -> None:
+        if self._settings.sleeps:
+            self._card.enter(Phase.ROLLOUT)
+
+    def _wake(self, tag: str) -> None:
+        if self._settings.sleeps and tag in upstream_vllm.sleeping_tags(self.llm):
+            self.llm.wake_up(tags=[tag])
+
+    def _sleep(self) -> None:
+        """Level 2: weights and cache are dropped, weights that are shared stay."""
+        asleep = upstream_vllm.sleeping_tags(self.llm)
+        if not asleep:
+            self.llm.sleep(level=2)
+        elif self.is_awake:
+            logger.warning("vLLM woke up in part only (%s was still asleep); putting it back to sleep", *asleep)
+            upstream_vllm.finish_sleep(self.llm)

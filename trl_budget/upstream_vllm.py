@@ -1,0 +1,233 @@
+"""The seams in vLLM that colocated rollouts use. Nothing is patched; vLLM is imported when an engine starts.
+
+vLLM keeps what is needed here behind attributes that are not public; each is reached in one function, and a missing
+one is an error that names the tested versions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import is_bitsandbytes_available
+from trl import GRPOConfig
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.import_utils import is_vllm_available
+
+from trl_budget.errors import UpstreamMovedError
+
+TESTED_VLLM = "0.26.0 and 0.31.0"
+SLEEP_BACKEND = "trl_budget"
+_COMPILATION_WRAPPER = "TorchCompileWithNoGuardsWrapper"
+
+
+def engine_class() -> Callable[..., Any]:
+    """`vllm.LLM`.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+    if not is_vllm_available():
+        raise ImportError(
+            "vLLM is not available and `use_vllm` is set to True. Install it with `pip install trl[vllm]`."
+        )
+    from vllm import LLM
+
+    return LLM
+
+
+def has_sleep_backends() -> bool:
+    """Whether this vLLM lets a backend of our own put the engine to sleep (0.24 and later)."""
+    try:
+        from vllm.device_allocator import sleep_mode_backend  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def register_sleep_backend() -> None:
+    """Makes `HandoverBackend` known to vLLM under `SLEEP_BACKEND`, once per process."""
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    if SLEEP_BACKEND not in _reach(SleepModeBackendFactory, "_registry"):
+        SleepModeBackendFactory.register_backend(SLEEP_BACKEND, "trl_budget.vllm_sleep", "HandoverBackend")
+
+
+def _executor(llm: Any) -> Any:
+    return _reach(llm, "llm_engine", "model_executor")
+
+
+def engine_model(llm: Any) -> nn.Module:
+    """The model inside the engine, of this process."""
+    return _reach(_executor(llm), "driver_worker", "model_runner", "model")
+
+
+def detach_from_compilation(model: nn.Module) -> None:
+    """Lets a transformers model run after vLLM has decorated its class for torch.compile.
+
+    For an architecture without a class of its own (Olmo2), vLLM decorates transformers' class where it stands;
+    instances made before lack what the decorated `__call__` reads: "no attribute 'do_not_compile'".
+    """
+    for module in model.modules():
+        if _COMPILATION_WRAPPER in {base.__name__ for base in type(module).__mro__} and not hasattr(
+            module, "do_not_compile"
+        ):
+            setattr(module, "do_not_compile", True)  # noqa: B010  (mypy: a module's attributes are tensors or modules)
+
+
+def load_weight(model: nn.Module, name: str, weight: Tensor) -> None:
+    """Loads one weight, under transformers' name, into vLLM's model; `weight` may be on the host."""
+    _reach(model, "load_weights")([(name, weight)])
+
+
+def packed_modules(model: nn.Module) -> Mapping[str, Sequence[str]]:
+    """VLLM's own table of fused modules, such as `qkv_proj` and the parts in it; empty without one."""
+    return getattr(model, "packed_modules_mapping", None) or {}
+
+
+def sleep_backend(llm: Any) -> Any:
+    """The backend that puts this process' worker to sleep."""
+    worker = _reach(_executor(llm), "driver_worker")
+    worker = getattr(worker, "worker", None) or worker  # inside vLLM's wrapper
+    made = getattr(worker, "_get_sleep_mode_backend", None)
+    return made() if made is not None else _reach(worker, "sleep_mode_backend")
+
+
+def sleeping_tags(llm: Any) -> set[str]:
+    """Which of "weights" and "kv_cache" are asleep."""
+    return set(_reach(_executor(llm), "sleeping_tags"))
+
+
+def finish_sleep(llm: Any) -> None:
+    """Puts an engine to sleep of which a part is asleep already; its executor would take it for asleep as a whole."""
+    executor = _executor(llm)
+    executor.collective_rpc("sleep", kwargs={"level": 2})
+    _reach(executor, "sleeping_tags").update(("weights", "kv_cache"))
+
+
+def quantization(model: nn.Module) -> str | None:
+    """The `quantization` that vLLM needs for a policy that bitsandbytes has quantized.
+
+    Raises:
+        ValueError: 8-bit weights, which vLLM does not quantize in flight (as TRL).
+    """
+    if not is_bitsandbytes_available():
+        return None
+    import bitsandbytes as bnb
+
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            return "bitsandbytes"
+        if isinstance(module, bnb.nn.Linear8bitLt):
+            raise ValueError("vLLM does not support in-flight 8-bit quantization.")
+    return None
+
+
+@contextmanager
+def without_engine(args: GRPOConfig, *, applies: bool) -> Any:
+    """`use_vllm` and vLLM's `generation_kwargs` off during TRL's constructor, which would start an engine."""
+    if not applies:
+        yield
+        return
+    original = args.generation_kwargs
+    args.use_vllm, args.generation_kwargs = False, None
+    try:
+        yield
+    finally:
+        args.use_vllm, args.generation_kwargs = True, original
+
+
+def restore_generation(trainer: Any, *, applies: bool) -> None:
+    """Leaves the attributes that TRL's constructor leaves with `use_vllm`, after `without_engine`."""
+    if not applies:
+        return
+    trainer.use_vllm = True
+    del trainer.generation_config, trainer.generation_kwargs
+
+
+def generation_arguments(trainer: Any) -> dict[str, Any]:
+    """What TRL 1.16 passes to `VLLMGeneration` for a trainer; `enable_sleep_mode` is left out."""
+    args = trainer.args
+    return {
+        "model": trainer.model,
+        "accelerator": trainer.accelerator,
+        "processing_class": trainer.processing_class,
+        "mode": args.vllm_mode,
+        "structured_outputs_regex": args.vllm_structured_outputs_regex,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "max_model_length": args.vllm_max_model_length,
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": getattr(args, "trust_remote_code", False),
+        **{
+            name: getattr(trainer, name)
+            for name in ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
+        },
+        "logprobs": 0,
+        "generation_kwargs": args.generation_kwargs,
+    }
+
+
+def sleeping_bytes() -> int:
+    """Bytes of vLLM's pool that hold no memory at the moment; 0 before an engine has started."""
+    if "vllm" not in sys.modules:
+        return 0
+    from trl_budget import vllm_sleep
+
+    return vllm_sleep.sleeping_bytes()
+
+
+def check_sampling_mode(args: GRPOConfig) -> None:
+    """TRL's check of the VESPO loss, which its constructor makes where it starts the engine.
+
+    Raises:
+        ValueError: as TRL 1.16.
+    """
+    mode = args.vllm_importance_sampling_mode
+    if args.loss_type != "vespo" or not args.vllm_importance_sampling_correction:
+        return
+    if mode not in ("token_truncate", "token_mask"):
+        raise ValueError(
+            "VESPO loss requires `vllm_importance_sampling_mode` to be either 'token_truncate' or 'token_mask'. "
+            f"Got: {mode}."
+        )
+
+
+def check_generation_seam() -> None:
+    """Checks the constructor and methods of TRL's `VLLMGeneration` that are overridden.
+
+    Raises:
+        UpstreamMovedError: one has moved.
+    """
+    known = {"model", "accelerator", "mode", "gpu_memory_utilization", "max_num_seqs", "logprobs", "generation_kwargs"}
+    missing = known - inspect.signature(VLLMGeneration.__init__).parameters.keys()
+    missing |= {
+        name for name in ("_init_vllm", "_iter_named_params", "sync_weights") if name not in vars(VLLMGeneration)
+    }
+    if missing:
+        raise UpstreamMovedError(
+            f"TRL {version('trl')}'s VLLMGeneration has no {', '.join(sorted(missing))}. The engine is started and "
+            "synchronised through them. Install trl 1.16.0."
+        )
+
+
+def _reach(owner: Any, *names: str) -> Any:
+    """An attribute of an attribute.
+
+    Raises:
+        UpstreamMovedError: vLLM has moved it.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise UpstreamMovedError(
+                f"vLLM {version('vllm')}'s {type(owner).__name__} has no {name}. Colocated rollouts reach the "
+                f"engine's weights and sleep state through it. Install a tested vLLM: {TESTED_VLLM}."
+            )
+        owner = getattr(owner, name)
+    return owner
