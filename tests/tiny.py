@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+from transformers import (
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    set_seed,
+)
 from trl import GRPOConfig
 
 
@@ -48,6 +55,16 @@ def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: A
 
 def save_tiny_model(folder: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> str:
     tiny_model(dtype, **overrides).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def save_tiny_olmo2(folder: Path) -> str:
+    """An architecture for which vLLM has no class of its own."""
+    set_seed(0)
+    shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    settings = {key: getattr(tiny_config(), key) for key in (*shared, "pad_token_id", "eos_token_id", "bos_token_id")}
+    Olmo2ForCausalLM(Olmo2Config(**settings)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return str(folder)
 

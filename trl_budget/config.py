@@ -11,6 +11,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from trl_budget.device_memory import parse_bytes
 from trl_budget.placement import (
     GRADIENT_PLACEMENTS,
     OPTIMIZER_PLACEMENTS,
@@ -18,6 +19,7 @@ from trl_budget.placement import (
     check_optimizer_placement,
 )
 from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
+from trl_budget.rollout_policy import PARK_POLICY, SHARE_WEIGHTS, VERIFY_SYNC, check_choice
 from trl_budget.row_layout import PADDING_FREE, check_max_tokens, check_padding_free
 from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding
 
@@ -52,6 +54,17 @@ class BudgetGRPOConfig(GRPOConfig):
             each rank's gradients. "rank0": the first rank of each node all of them; the others only sum gradients.
             "replicated": every rank all of them, 16 bytes per parameter and rank, nothing to wait for but the
             gradients. "auto": sharded. The weights are the same bits in all of them. No effect with one process.
+        park_policy_during_rollout: whether policy, reference and reward models leave the card while vLLM, in the same
+            process, holds it, and vLLM leaves it afterwards (its sleep mode, whatever `vllm_enable_sleep_mode` says).
+            Costs 2 bytes of page-locked host memory per weight of a bf16 model and the copies, 0.3 s for 8 GB. "auto":
+            on CUDA. "off": as `vllm_enable_sleep_mode` says.
+        share_vllm_weights: whether the policy's parameters are views of vLLM's own weights: one copy on the card, no
+            weight sync, only vLLM's cache sleeps. "auto": where the engine hands the card over, the policy is trained
+            in full on bf16 or fp16 weights, and vLLM's tensors fit; else weights are copied, with the reason printed.
+        verify_weight_sync: "first" compares vLLM's weights with the policy's, bit for bit, after the first sync,
+            "always" after every sync, "off" never. A difference is an error that names the first tensor.
+        device_memory_budget: train as if the card had this much memory, vLLM included: "16GiB" or bytes.
+            `vllm_gpu_memory_utilization` is then a share of it. None: the whole card. No effect without CUDA.
     """
 
     optimizer_placement: str = field(
@@ -104,6 +117,37 @@ class BudgetGRPOConfig(GRPOConfig):
         },
     )
 
+    park_policy_during_rollout: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether policy, reference and reward models leave the card while a colocated vLLM holds it, and "
+            "vLLM afterwards: 'on', 'off' (as vllm_enable_sleep_mode says), or 'auto' (on CUDA).",
+            "choices": list(PARK_POLICY),
+        },
+    )
+    share_vllm_weights: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether the policy's parameters are views of a colocated vLLM's weights, without a weight sync: "
+            "'on', 'off' (weights are copied), or 'auto' (where vLLM's tensors fit).",
+            "choices": list(SHARE_WEIGHTS),
+        },
+    )
+    verify_weight_sync: str = field(
+        default="first",
+        metadata={
+            "help": "Whether vLLM's weights are compared with the policy's after a weight sync: 'first' (the first "
+            "one), 'always', or 'off'.",
+            "choices": list(VERIFY_SYNC),
+        },
+    )
+    device_memory_budget: str | None = field(
+        default=None,
+        metadata={
+            "help": "Train as if the card had this much memory, vLLM included, such as '16GiB'. None: the whole card."
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_optimizer_placement(self.optimizer_placement)
@@ -117,6 +161,11 @@ class BudgetGRPOConfig(GRPOConfig):
         check_padding_free(self.padding_free)
         check_reuse(self.reuse_old_logprobs)
         check_optimizer_sharding(self.optimizer_sharding)
+        check_choice("park_policy_during_rollout", self.park_policy_during_rollout, PARK_POLICY)
+        check_choice("share_vllm_weights", self.share_vllm_weights, SHARE_WEIGHTS)
+        check_choice("verify_weight_sync", self.verify_weight_sync, VERIFY_SYNC)
+        if self.device_memory_budget is not None:
+            parse_bytes(self.device_memory_budget)
 
 
 def budget_setting(args: GRPOConfig, name: str) -> Any:

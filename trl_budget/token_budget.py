@@ -42,6 +42,7 @@ class TokenBudgetTrainer(GRPOTrainer):
     """`GRPOTrainer` whose passes are a memory choice and no longer an algorithmic one."""
 
     args: GRPOConfig
+    _own_class: type  # overrides of subclasses of it are the user's
     _layout = STOCK
     _pass_settings: PassSettings | None = None
     _served: Outputs | None = None
@@ -56,7 +57,7 @@ class TokenBudgetTrainer(GRPOTrainer):
         Args:
             copies_to_come: see `upstream_model.available_tokens`.
         """
-        facts = upstream.layout_facts(self, TokenBudgetTrainer)
+        facts = upstream.layout_facts(self, self._own_class)
         layout = resolve_layout(budget_setting(self.args, "padding_free"), facts)
         if layout.value == PACKED:
             upstream.enable_packed_attention([self.model, self.ref_model])
@@ -90,7 +91,7 @@ class TokenBudgetTrainer(GRPOTrainer):
 
     def _resolve_reuse(self) -> ResolvedSetting:
         """Decides on reuse from the settings and the layers of this moment."""
-        self._reuse_facts = upstream.reuse_facts(self, TokenBudgetTrainer)
+        self._reuse_facts = upstream.reuse_facts(self, self._own_class)
         reuse = resolve_reuse(budget_setting(self.args, "reuse_old_logprobs"), self._reuse_facts)
         self._reuses_logprobs = reuse.value == "on" and self._reuse_facts.corrects_sampling
         return reuse
@@ -268,6 +269,9 @@ class TokenBudgetTrainer(GRPOTrainer):
     def _log_sampling_statistics(self, mode: str) -> None:
         if self._sampling_statistics.has_rows:
             self._sampling_statistics.log(self._metrics[mode], self.accelerator.gather)
+
+
+TokenBudgetTrainer._own_class = TokenBudgetTrainer
 
 
 def _loss_mask(inputs: MicroBatch) -> Tensor:

@@ -19,8 +19,9 @@ import torch.utils.serialization.config as serialization_config
 from torch import nn
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_budget import upstream
+from trl_budget import upstream, upstream_vllm
 from trl_budget.checkpoints import load_optimizer_and_scheduler, without_optimizer
+from trl_budget.colocated import ColocatedTrainer
 from trl_budget.config import BudgetGRPOConfig, budget_setting
 from trl_budget.errors import SettingsError
 from trl_budget.host_adamw import HostAdamW
@@ -34,13 +35,12 @@ from trl_budget.placement import (
     resolve_optimizer_placement,
 )
 from trl_budget.team import join_team
-from trl_budget.token_budget import TokenBudgetTrainer
 from trl_budget.version import __version__
 
 logger = logging.getLogger(__name__)
 
 
-class BudgetGRPOTrainer(TokenBudgetTrainer):
+class BudgetGRPOTrainer(ColocatedTrainer):
     """Drop-in for `GRPOTrainer`: the same arguments, the same training, less GPU memory.
 
     Args:
@@ -85,12 +85,16 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
         self._resolve_gradients()
         self._master_weights: ParameterSlabs | None = None
         self._host_adamw: HostAdamW | None = None
+        self._plan_rollouts(training_args, self._facts.parallelism, is_adapter=is_adapter)
         with _restored_init_kwargs(training_args):
             if isinstance(model, str) and self._is_host_placement:
                 # By default TRL loads a model named by a string straight onto the card, in fp32.
                 training_args.model_init_kwargs = {**_init_kwargs(training_args), "device_map": None}
-            super().__init__(*bound.args[1:], **bound.kwargs)
+            with upstream_vllm.without_engine(training_args, applies=self._starts_engine):
+                super().__init__(*bound.args[1:], **bound.kwargs)
             self._build_host_adamw()
+        upstream_vllm.restore_generation(self, applies=self._starts_engine)
+        self._start_engine()
         gradients_on_device = 0 if self._gradient_placement.value == "host" else 1
         self._passes = self._resolve_passes(copies_to_come=gradients_on_device if self._is_host_placement else 3)
         self.resolved_settings = self._all_settings()
@@ -104,6 +108,10 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
     @property
     def _is_host_placement(self) -> bool:
         return self._placement.value == "host"
+
+    @property
+    def _trains_without_ddp(self) -> bool:
+        return self._host_adamw is not None
 
     @property
     def _casts_policy(self) -> bool:
@@ -193,7 +201,7 @@ class BudgetGRPOTrainer(TokenBudgetTrainer):
             self.optimizer_cls_and_kwargs = None
 
     def _all_settings(self) -> list[ResolvedSetting]:
-        return [self._placement, self._gradient_placement, *self._describe(), *self._passes]
+        return [self._placement, self._gradient_placement, *self._describe(), *self._passes, *self._rollout_settings()]
 
     def _describe(self) -> list[ResolvedSetting]:
         parameters = [p for p in self._policy.parameters() if p.requires_grad]

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     import torch
     import vllm._custom_ops as cpu_ops
     import vllm.model_executor.layers.utils as linear_layers
-    from tiny import comparable_log, make_trainer, save_tiny_model, weights
+    from tiny import comparable_log, make_trainer, save_tiny_model, save_tiny_olmo2, weights
     from trl import GRPOTrainer
 
     from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
@@ -25,11 +25,14 @@ if __name__ == "__main__":
     linear_layers.check_cpu_sgl_kernel = lambda *_: False
 
     kind, out = sys.argv[1], Path(sys.argv[2])
-    folder = save_tiny_model(out.parent / f"model-{kind}")
+    folder = (
+        save_tiny_olmo2(out.parent / "olmo2") if kind == "olmo2" else save_tiny_model(out.parent / f"model-{kind}")
+    )
     trainer_class, settings = {
         "stock": (GRPOTrainer, {}),
         "ours": (BudgetGRPOTrainer, {"config_class": BudgetGRPOConfig, "reuse_old_logprobs": "off"}),
         "reusing": (BudgetGRPOTrainer, {"config_class": BudgetGRPOConfig, "reuse_old_logprobs": "require"}),
+        "olmo2": (BudgetGRPOTrainer, {"vllm_model_impl": "auto"}),
         "packed": (
             BudgetGRPOTrainer,
             {"config_class": BudgetGRPOConfig, "padding_free": "on", "max_tokens_per_microbatch": 60},

@@ -25,6 +25,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return {kind: run(kind, folder) for kind in ("stock", "ours", "reusing", "packed")}
 
 
+def test_olmo2_which_vllm_has_no_class_for_trains(tmp_path: Path) -> None:
+    """vLLM decorates transformers' class, after which the trainer's own forward fails in stock TRL."""
+    olmo2 = run("olmo2", tmp_path)
+    assert max_difference(olmo2["weights"], olmo2["before"]) > 1e-4
+    assert max(entry["sampling/sampling_logp_difference/mean"] for entry in olmo2["log"][:-1]) < 0.05
+
+
 def run(kind: str, folder: Path) -> dict[str, Any]:
     out = folder / f"{kind}.pt"
     script = Path(__file__).with_name("colocated_run.py")

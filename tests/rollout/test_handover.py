@@ -1,0 +1,358 @@
+"""The card changes hands between the trainer and an engine that sleeps: order, weights, failures. A fake engine, CPU.
+
+The fake fills its weights with NaN when it sleeps and generates with what it holds, so a wrong order shows in tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import trl.generation.vllm_generation as vllm_generation
+from fake_vllm import FakeLLM
+from peft import LoraConfig
+from tiny import byte_tokenizer, comparable_log, make_trainer, max_difference, save_tiny_model, tiny_model, weights
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
+from trl import GRPOConfig
+
+from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
+from trl_budget.errors import ParkedError, SettingsError, StalePolicyError, WeightSyncError
+
+SETTINGS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "max_steps": 3}
+COPYING = {"share_vllm_weights": "off"}
+NEITHER = {"share_vllm_weights": "off", "park_policy_during_rollout": "off"}
+EVERY_WAY = pytest.mark.parametrize("way", [{}, COPYING, NEITHER], ids=["sharing", "parking", "neither"])
+
+
+class HandoverTrainer(BudgetGRPOTrainer):
+    """Ours, over the fake engine, which can sleep on a CPU."""
+
+    def _can_engine_sleep(self, args: GRPOConfig) -> bool:
+        return True
+
+    def _engine_class(self, **arguments: Any) -> FakeLLM:
+        engine = FakeLLM(arguments, watch=lambda: self.residents())
+        engine._event("start")
+        return engine
+
+    def _build_card(self, policy: nn.Module) -> Any:
+        for model in [policy, self.ref_model, *self.reward_funcs]:
+            if isinstance(model, nn.Module):  # loaded weights are mapped from their file, which cannot be parked
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+        return super()._build_card(policy)
+
+    def residents(self) -> str:
+        """Who of the trainer's models holds memory now."""
+        owners = [self._parked_policy, *self._parked.values()]
+        return ", ".join(owner.name for owner in owners if owner is not None and not owner.is_parked)
+
+
+@pytest.fixture(autouse=True)
+def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: SimpleNamespace(**kwargs), raising=False)
+    monkeypatch.setattr("trl_budget.upstream_vllm.has_sleep_backends", lambda: True)
+    monkeypatch.setattr("trl_budget.upstream_vllm.register_sleep_backend", lambda: None)
+    monkeypatch.setattr("trl_budget.rollout_policy.SHARED_DTYPES", ("bfloat16", "float16", "float32"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return save_tiny_model(tmp_path / "model")
+
+
+def build(folder: str, tmp_path: Path, trainer_class: type = HandoverTrainer, **settings: Any) -> Any:
+    config = {"config_class": BudgetGRPOConfig, "model_init_kwargs": {"dtype": "float32"}}
+    trainer = make_trainer(trainer_class, tmp_path / "out", **{"model": folder, **config, **SETTINGS, **settings})
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # set for vLLM; the next trainer would train on "cpu:0"
+        os.environ.pop(name, None)
+    return trainer
+
+
+def train(*args: Any, **settings: Any) -> Any:
+    """A trainer that has trained; built only now, since a build draws random numbers."""
+    trainer = build(*args, **settings)
+    trainer.train()
+    return trainer
+
+
+def events(trainer: Any, *, with_residents: bool = True) -> list[Any]:
+    """The engine's events, repeated loads once."""
+    found: list[tuple[str, Any]] = []
+    for event in trainer.vllm_generation.llm.events:
+        if event[0] != "load" or found[-1][0] != "load":
+            found.append(event)
+    return found if with_residents else [name for name, _ in found]
+
+
+# Order
+
+
+def test_in_copy_mode_nothing_of_the_trainer_is_on_the_card_while_the_engine_is_awake(
+    folder: str, tmp_path: Path
+) -> None:
+    trainer = build(folder, tmp_path, max_steps=2, **COPYING)
+    trainer.train()
+    rollout = ["wake weights", "load", "reset", "wake kv_cache", "generate", "sleep"]
+    assert events(trainer) == [(event, "") for event in ["start", "sleep", *rollout, *rollout]]
+    assert trainer.residents() == "policy"
+
+
+def test_in_share_mode_nothing_is_loaded_and_the_weights_never_leave(folder: str, tmp_path: Path) -> None:
+    trainer = build(folder, tmp_path, max_steps=2)
+    trainer.train()
+    rollout = ["wake weights", "reset", "wake kv_cache", "generate", "sleep"]
+    assert events(trainer, with_residents=False) == ["start", "sleep", *rollout, *rollout]
+    assert events(trainer)[0] == ("start", "")
+    engine = trainer.vllm_generation.llm
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.data_ptr() == engine.model.view(name).data_ptr()
+
+
+def test_reference_and_reward_models_are_there_only_while_they_score(folder: str, tmp_path: Path) -> None:
+    config = Qwen3Config(**{**tiny_model().config.to_dict(), "num_labels": 1})
+    reward_model = Qwen3ForSequenceClassification(config)
+    seen: dict[str, list[str]] = {"reference": [], "reward": []}
+    trainer = build(
+        folder,
+        tmp_path,
+        beta=0.1,
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        trainer_kwargs={"reward_funcs": [reward_model], "reward_processing_classes": [byte_tokenizer()]},
+        **COPYING,
+    )
+    trainer.ref_model.register_forward_pre_hook(lambda *_: seen["reference"].append(trainer.residents()))
+    reward_model.register_forward_pre_hook(lambda *_: seen["reward"].append(trainer.residents()))
+    trainer.train()
+    assert set(seen["reference"]) == {"policy, reference"}
+    assert set(seen["reward"]) == {"policy, reward model 0"}
+    assert {residents for _, residents in events(trainer)} == {""}
+
+
+def test_an_engine_that_tools_call_many_times_sleeps_once(folder: str, tmp_path: Path) -> None:
+    class ManyTurns(HandoverTrainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            for _ in range(3):
+                made = super()._generate_single_turn(*args, **kwargs)
+            return made
+
+    trainer = build(folder, tmp_path, ManyTurns, max_steps=1, **COPYING)
+    trainer.train()
+    names = events(trainer, with_residents=False)
+    assert names == ["start", "sleep", "wake weights", "load", "reset", "wake kv_cache", *["generate"] * 3, "sleep"]
+
+
+def test_a_rollout_function_gets_the_engine_awake_with_the_present_weights(folder: str, tmp_path: Path) -> None:
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [byte_tokenizer()(p)["input_ids"] for p in prompts]
+        made = trainer.vllm_generation.llm.generate(
+            [{"prompt_token_ids": row} for row in ids], SimpleNamespace(max_tokens=4), use_tqdm=False
+        )
+        outputs = [completion.outputs[0] for completion in made]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [output.token_ids for output in outputs],
+            "logprobs": [[next(iter(lp.values())).logprob for lp in output.logprobs] for output in outputs],
+        }
+
+    trainer = build(folder, tmp_path, trainer_kwargs={"rollout_func": rollout}, **COPYING)
+    trainer.train()
+    gaps = [entry["sampling/sampling_logp_difference/max"] for entry in trainer.state.log_history[:-1]]
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-4
+
+
+def test_evaluation_between_steps_syncs_again(folder: str, tmp_path: Path) -> None:
+    from tiny import digit_dataset
+
+    trainer = build(folder, tmp_path, trainer_kwargs={"eval_dataset": digit_dataset(4)}, **COPYING)
+    trainer.evaluate()
+    trainer.evaluate()
+    names = events(trainer, with_residents=False)
+    assert names.count("load") == names.count("generate") == names.count("sleep") - 1 == 4
+    assert trainer.residents() == "policy"
+
+
+# Training
+
+
+@EVERY_WAY
+def test_every_way_trains_the_same_bits_and_samples_from_the_policy(
+    way: dict[str, str], folder: str, tmp_path: Path
+) -> None:
+    plain = train(folder, tmp_path / "plain", vllm_enable_sleep_mode=False, **NEITHER)
+    other = train(folder, tmp_path / "other", vllm_enable_sleep_mode=True, **way)
+    assert comparable_log(other) == comparable_log(plain)
+    assert max_difference(weights(other), weights(plain)) == 0.0
+    assert max(e["sampling/sampling_logp_difference/max"] for e in other.state.log_history[:-1]) < 1e-4
+    assert "sleep" not in events(plain, with_residents=False)
+
+
+def test_sharing_with_the_host_optimizer_over_bf16_weights_trains_as_copying(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", torch.bfloat16)
+    settings = {"model_init_kwargs": {"dtype": "bfloat16"}}
+    runs = {
+        name: train(folder, tmp_path / name, **settings, **way)
+        for name, way in {"sharing": {}, "copying": COPYING}.items()
+    }
+    assert runs["sharing"]._host_adamw is not None
+    assert comparable_log(runs["sharing"]) == comparable_log(runs["copying"])
+    assert max_difference(weights(runs["sharing"]), weights(runs["copying"])) == 0.0
+
+
+def test_adapters_are_merged_on_the_card_and_the_base_leaves_afterwards(folder: str, tmp_path: Path) -> None:
+    lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
+    plain = train(folder, tmp_path / "plain", trainer_kwargs=lora, vllm_enable_sleep_mode=False, **NEITHER)
+    parked = train(folder, tmp_path / "parked", trainer_kwargs=lora)
+    assert comparable_log(parked) == comparable_log(plain)
+    assert max_difference(weights(parked), weights(plain)) == 0.0
+    residents = dict(events(parked))
+    assert residents["load"] == "policy"
+    assert residents["wake kv_cache"] == residents["generate"] == ""
+    row = {s.name: s for s in parked.resolved_settings}["share_vllm_weights"]
+    assert (row.value, row.reason) == ("off", "adapters are merged into vLLM's own copy")
+
+
+def test_a_shared_policy_is_saved_as_a_copied_one(folder: str, tmp_path: Path) -> None:
+    trainer = build(folder, tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="float32").state_dict()
+    assert max_difference(loaded, weights(trainer)) == 0.0
+
+
+# Failures
+
+
+@pytest.mark.parametrize("way", [{}, COPYING], ids=["sharing", "parking"])
+@pytest.mark.parametrize("event", ["wake weights", "load", "reset", "wake kv_cache", "generate"])
+def test_after_a_failure_the_engine_sleeps_and_the_policy_is_back(
+    event: str, way: dict[str, str], folder: str, tmp_path: Path
+) -> None:
+    if event == "load" and not way:
+        pytest.skip("nothing is loaded where weights are shared")
+    trainer = build(folder, tmp_path, **way)
+    engine = trainer.vllm_generation.llm
+    engine.fails[event] = torch.OutOfMemoryError("no room")
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        trainer.train()
+    assert engine.sleeping_tags == {"weights", "kv_cache"}
+    assert trainer.residents() == ("policy" if way else "")
+    assert not any(p.isnan().any() for p in trainer.model.parameters())
+    trainer.train()  # and goes on
+    assert trainer.state.global_step == 3
+
+
+def test_a_policy_that_is_moved_away_from_the_shared_weights_is_named(folder: str, tmp_path: Path) -> None:
+    trainer = build(folder, tmp_path)
+    weight = trainer.model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(WeightSyncError, match=r"model.layers.1.mlp.up_proj.weight is no longer a view"):
+        trainer.train()
+
+
+def test_a_forward_while_the_engine_has_the_card_is_refused(folder: str, tmp_path: Path) -> None:
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return trainer.model(torch.tensor([[1]]))
+
+    trainer = build(folder, tmp_path, trainer_kwargs={"rollout_func": rollout}, **COPYING)
+    with pytest.raises(ParkedError, match="policy was run while its weights are parked"):
+        trainer.train()
+    assert trainer.residents() == "policy"
+
+
+def test_a_stale_engine_is_found_within_one_step(folder: str, tmp_path: Path) -> None:
+    class Forgetful(HandoverTrainer):
+        def _start_engine(self) -> None:
+            super()._start_engine()
+            self.vllm_generation.sync_weights = lambda: None
+
+    settings = {"park_policy_during_rollout": "off", "share_vllm_weights": "off", "learning_rate": 0.5}
+    trainer = build(folder, tmp_path, Forgetful, **settings)
+    with pytest.raises(StalePolicyError):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(("how", "num_found"), [("always", 1), ("first", 0), ("off", 0)])
+def test_verification_names_the_first_weight_that_differs(
+    how: str, num_found: int, folder: str, tmp_path: Path
+) -> None:
+    trainer = build(folder, tmp_path, verify_weight_sync=how, learning_rate=1e-6, **COPYING)
+    engine = trainer.vllm_generation.llm
+    load_weights = engine.model.load_weights
+
+    def losing(weights: list[tuple[str, torch.Tensor]]) -> None:
+        if not (weights[0][0] == "model.layers.1.self_attn.k_proj.weight" and trainer.state.global_step == 1):
+            load_weights(weights)
+        else:
+            engine.model.view(weights[0][0]).zero_()
+
+    engine.model.load_weights = losing
+    if num_found:
+        with pytest.raises(WeightSyncError, match=r"step 1, .*model.layers.1.self_attn.k_proj.weight"):
+            trainer.train()
+    else:
+        trainer.train()
+
+
+# Settings
+
+
+def test_the_engine_is_built_as_stock_builds_it(folder: str, tmp_path: Path) -> None:
+    arguments = build(folder, tmp_path, vllm_gpu_memory_utilization=0.85, **COPYING).vllm_generation.llm.arguments
+    assert arguments == {
+        "model": folder,
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.85,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "enable_sleep_mode": True,
+        "model_impl": "vllm",
+        "distributed_executor_backend": "external_launcher",
+        "max_num_batched_tokens": 4096,
+        "seed": 0,
+        "logprobs_mode": "processed_logprobs",
+        "quantization": None,
+        "trust_remote_code": False,
+        "sleep_mode_backend": "trl_budget",
+    }
+
+
+def test_what_cannot_be_shared_is_copied_with_the_reason(folder: str, tmp_path: Path) -> None:
+    class TensorParallel(HandoverTrainer):
+        def _engine_class(self, **arguments: Any) -> FakeLLM:
+            engine = super()._engine_class(**arguments)
+            engine.model.get_submodule("model.norm").weight = nn.Parameter(torch.zeros(32), requires_grad=False)
+            return engine
+
+    trainer = build(folder, tmp_path, TensorParallel)
+    row = {s.name: s for s in trainer.resolved_settings}["share_vllm_weights"]
+    assert row.value == "off"
+    assert "model.norm.weight" in row.reason
+    assert trainer.residents() == "policy"
+    with pytest.raises(SettingsError, match=r"share_vllm_weights='on', but .*model.norm.weight"):
+        build(folder, tmp_path, TensorParallel, share_vllm_weights="on")
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_are_refused_before_the_model_is_loaded(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "expandable_segments:True")
+    with pytest.raises(SettingsError, match=variable):
+        build("no such model", tmp_path)
+
+
+def test_vespo_is_checked_as_in_stock(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="VESPO loss requires"):
+        build(folder, tmp_path, loss_type="vespo")
+    trainer = build(folder, tmp_path, loss_type="vespo", vllm_importance_sampling_mode="token_mask")
+    assert trainer.use_vllm
+    assert not hasattr(trainer, "generation_config")

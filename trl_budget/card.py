@@ -1,0 +1,71 @@
+"""Who holds the card in which phase, within the budget of the card.
+
+Joins `residency.py` (who is parked when) and `device_memory.py` (how much all may hold together); has no rule of its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from trl_budget.device_memory import DeviceMemoryBudget
+from trl_budget.residency import Owner, Phase, Residency, release_cached_memory
+
+
+class Card:
+    """The card's memory, from phase to phase.
+
+    Args:
+        owners: what can be parked; what is not in `resident` in a phase holds no memory of the card then.
+        resident: by phase, the names of the owners on the card.
+        budget: limit on everything this process holds on the card; None for the card itself.
+    """
+
+    def __init__(
+        self,
+        owners: Sequence[Owner] = (),
+        resident: Mapping[Phase, frozenset[str]] | None = None,
+        budget: DeviceMemoryBudget | None = None,
+    ) -> None:
+        self._owners = list(owners)
+        self._resident = dict(resident) if resident is not None else dict.fromkeys(Phase, frozenset())
+        self._residency = Residency(self._owners, resident=self._resident)
+        self._budget = budget
+        self._phase: Phase | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """Ends the phase before, parks what must leave and brings what must be there.
+
+        Raises:
+            DeviceMemoryError: the phase before held more than the budget.
+        """
+        if phase == self._phase:
+            return
+        self._check()
+        self._residency.enter(phase)
+        if phase in (Phase.START, Phase.ROLLOUT):
+            release_cached_memory()  # the engine maps memory without asking torch
+        self._phase = phase
+        if self._budget is not None:
+            self._budget.begin(phase.value, pool_wakes=phase == Phase.ROLLOUT)
+
+    def forget(self, name: str) -> None:
+        """An owner that is never parked again."""
+        self._owners = [owner for owner in self._owners if owner.name != name]
+        self._resident = {phase: names - {name} for phase, names in self._resident.items()}
+        self._residency = Residency(self._owners, resident=self._resident)
+
+    @contextmanager
+    def present(self, name: str) -> Iterator[None]:
+        """An owner on the card for a while, as a reference model while it scores."""
+        with self._residency.present(name):
+            yield
+
+    def table(self) -> str:
+        """Who held how much in each phase of the last step, measured."""
+        return self._residency.table()
+
+    def _check(self) -> None:
+        if self._budget is not None and self._phase is not None:
+            self._budget.check(self._phase.value, {owner.name: owner.device_bytes for owner in self._owners})

@@ -1,0 +1,340 @@
+"""`ColocatedTrainer`: the part of the trainer that shares the card with vLLM.
+
+Overrides that delegate, over TRL 1.16. The engine is started here instead of in TRL's constructor, with the trainer's
+models off the card; it holds the card while it generates and gives it back after the last generation of a step.
+Reference and reward models are on the card while they score. Bytes move, no number changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from trl import GRPOConfig
+from trl.extras.profiling import profiling_context
+
+from trl_budget import upstream_vllm
+from trl_budget.card import Card
+from trl_budget.config import budget_setting
+from trl_budget.device_memory import (
+    CardMemory,
+    DeviceMemoryBudget,
+    engine_utilization,
+    parse_bytes,
+    read_card_memory,
+)
+from trl_budget.engine_preflight import EngineNeed, check_allocator_settings, check_engine_fits
+from trl_budget.errors import WeightSyncError
+from trl_budget.logprob_gap import LogProbGapGate
+from trl_budget.parking import ParkedWeights
+from trl_budget.placement import ResolvedSetting
+from trl_budget.residency import Phase
+from trl_budget.rollout import ColocatedGeneration, EngineSettings
+from trl_budget.rollout_policy import RolloutFacts, RolloutPlan, copied_instead, resolve_rollout
+from trl_budget.shared_weights import cpu_state_dict, first_difference, first_unshared, named_values, share
+from trl_budget.sync_reference import keep_reference_present
+from trl_budget.token_budget import TokenBudgetTrainer
+from trl_budget.weight_views import WeightView, plan_views
+
+logger = logging.getLogger(__name__)
+
+GAP_METRIC = "sampling/sampling_logp_difference/mean"
+POLICY = "policy"
+POLICY_PHASES = (Phase.SCORE, Phase.UPDATE, Phase.STEP)
+
+
+class ColocatedTrainer(TokenBudgetTrainer):
+    """`GRPOTrainer` whose vLLM, in the same process, takes turns with it on the card."""
+
+    _engine_class: Callable[..., Any] | None = None  # `vllm.LLM`
+    _card = Card()
+    _engine: ColocatedGeneration | None = None
+    _parked_policy: ParkedWeights | None = None
+    _shared_views: list[WeightView] | None = None
+
+    # Construction
+
+    def _plan_rollouts(self, args: GRPOConfig, parallelism: str | None, *, is_adapter: bool) -> None:
+        """Resolves who holds the card when, as far as it can be told before the policy is loaded.
+
+        Raises:
+            SettingsError: a setting that cannot work.
+        """
+        is_colocated = bool(args.use_vllm) and args.vllm_mode == "colocate"
+        self._starts_engine = is_colocated and args.vllm_tensor_parallel_size == 1 and parallelism is None
+        self._rollout_facts = RolloutFacts(
+            is_colocated=is_colocated,
+            can_sleep=self._can_engine_sleep(args),
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            parallelism=parallelism,
+            is_adapter=is_adapter,
+            enables_sleep_mode=args.vllm_enable_sleep_mode,
+            has_sleep_backends=self._starts_engine and upstream_vllm.has_sleep_backends(),
+        )
+        self._rollout_plan = self._resolve_rollouts(args)
+        self._parked: dict[nn.Module, ParkedWeights] = {}
+        self._num_verified = 0
+        self._gap_gate = LogProbGapGate()
+        self._memory_budget: DeviceMemoryBudget | None = None
+        if (budget := budget_setting(args, "device_memory_budget")) is not None and args.device.type == "cuda":
+            self._memory_budget = DeviceMemoryBudget(
+                parse_bytes(budget), args.device, unmapped_bytes=upstream_vllm.sleeping_bytes
+            )
+        if self._rollout_plan.sleeps:
+            check_allocator_settings(os.environ)
+        if self._starts_engine:
+            upstream_vllm.check_generation_seam()
+            upstream_vllm.check_sampling_mode(args)
+
+    def _can_engine_sleep(self, args: GRPOConfig) -> bool:
+        return args.device.type == "cuda"
+
+    def _resolve_rollouts(self, args: GRPOConfig) -> RolloutPlan:
+        return resolve_rollout(
+            budget_setting(args, "park_policy_during_rollout"),
+            budget_setting(args, "share_vllm_weights"),
+            self._rollout_facts,
+        )
+
+    def _start_engine(self) -> None:
+        """Starts vLLM with the trainer's models off the card. The policy and its optimizer exist.
+
+        Raises:
+            SettingsError: it cannot fit, or a lever that was required cannot run.
+        """
+        policy = self.model
+        assert policy is not None
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in policy.parameters() if p.is_floating_point()}
+        self._rollout_facts = dataclasses.replace(
+            self._rollout_facts,
+            compute_dtype=", ".join(sorted(dtypes)),
+            quantization=upstream_vllm.quantization(policy) if self._starts_engine else None,
+        )
+        self._rollout_plan = self._resolve_rollouts(self.args)
+        self._card = self._build_card(policy)
+        if self.ref_model in self._parked:
+            keep_reference_present(self.callback_handler, self._card, self._parked[self.ref_model].name)
+        if not self._starts_engine:
+            self._card.enter(Phase.SCORE)
+            return
+        reads_parked = self._rollout_plan.parks and not self._rollout_facts.is_adapter
+        settings = EngineSettings(
+            sleeps=self._rollout_plan.sleeps,
+            dtype=self._rollout_facts.compute_dtype if self._rollout_plan.shares else None,
+            start=self._check_engine_fits,
+            adopt=self._adopt_engine,
+            weights=self._parked_policy.host_tensors if reads_parked and self._parked_policy else None,
+            after_sync=self._verify_sync,
+            build=self._engine_class,
+        )
+        arguments = upstream_vllm.generation_arguments(self)
+        arguments["gpu_memory_utilization"] = self._engine_utilization()
+        self._engine = self.vllm_generation = ColocatedGeneration(settings, self._card, **arguments)
+        self._last_loaded_step = -1
+
+    def _build_card(self, policy: nn.Module) -> Card:
+        if not self._rollout_plan.parks:
+            return Card(budget=self._memory_budget)
+        has_ddp = self.args.world_size > 1 and not self._trains_without_ddp
+        self._parked_policy = ParkedWeights(
+            policy,
+            POLICY,
+            keeps=lambda tensor: not isinstance(tensor, nn.Parameter) or (has_ddp and tensor.requires_grad),
+            device_type=self.args.device.type,
+        )
+        scoring: dict[str, Any] = {"reference": self.ref_model}
+        scoring |= {f"reward model {index}": reward_func for index, reward_func in enumerate(self.reward_funcs)}
+        for name, model in scoring.items():
+            if isinstance(model, nn.Module):
+                self._parked[model] = ParkedWeights(model, name, device_type=self.args.device.type)
+        resident = {phase: frozenset({POLICY} if phase in POLICY_PHASES else ()) for phase in Phase}
+        return Card([self._parked_policy, *self._parked.values()], resident, self._memory_budget)
+
+    @property
+    def _trains_without_ddp(self) -> bool:
+        return False
+
+    def _engine_utilization(self) -> float:
+        """`vllm_gpu_memory_utilization`, of the budget where there is one, as a share of the card."""
+        wanted = self.args.vllm_gpu_memory_utilization
+        if self._memory_budget is None:
+            return wanted
+        return engine_utilization(self._memory_budget.budget, self._read_card().total, wanted)
+
+    def _read_card(self) -> CardMemory:
+        return read_card_memory(self.args.device, upstream_vllm.sleeping_bytes())
+
+    def _check_engine_fits(self) -> None:
+        if self.args.device.type != "cuda":
+            return
+        assert self.model is not None
+        owners = {owner.name: owner.device_bytes for owner in self._parked.values()}
+        if self._parked_policy is None:
+            owners[POLICY] = sum(p.nbytes for p in self.model.parameters())
+        memory = self._read_card()
+        if self._memory_budget is not None:
+            memory = memory.within(self._memory_budget.budget)
+        need = EngineNeed(
+            self.args.vllm_gpu_memory_utilization,
+            sum(min(2, p.element_size()) * p.numel() for p in self.model.parameters()),
+        )
+        check_engine_fits(memory, need.utilization, owners, least_bytes=need.least_bytes)
+
+    def _adopt_engine(self, llm: Any) -> bool:
+        """Makes the policy's parameters views of vLLM's weights, where they lie alike."""
+        for model in (self.model, self.ref_model, *self.reward_funcs):
+            if isinstance(model, nn.Module):
+                upstream_vllm.detach_from_compilation(model)
+        if not self._rollout_plan.shares:
+            return False
+        assert self.model is not None and self._parked_policy is not None
+        engine_model = upstream_vllm.engine_model(llm)
+        views = plan_views(self.model, engine_model, upstream_vllm.packed_modules(engine_model))
+        if isinstance(views, str):
+            row = copied_instead(budget_setting(self.args, "share_vllm_weights"), views)
+            self._rollout_plan = dataclasses.replace(self._rollout_plan, share=row)
+            return False
+        share(self.model, engine_model, views, self._parked_policy.host_tensors())
+        upstream_vllm.sleep_backend(llm).kept_tags = frozenset({"weights"})
+        self._card.forget(POLICY)
+        self._parked_policy.abandon()
+        self._parked_policy = None
+        self._shared_views = views
+        return True
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """As transformers 5.24; weights shared with vLLM are where they have to be, and moving would unshare them."""
+        if model is not self.model or self._shared_views is None:
+            super()._move_model_to_device(model, device)
+
+    def _rollout_settings(self) -> list[ResolvedSetting]:
+        if not self._rollout_facts.is_colocated:
+            return []
+        return [self._rollout_plan.park, self._rollout_plan.share]
+
+    # Rollouts
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """As TRL 1.16; the engine gives the card back after the last generation, also after an error."""
+        if self._engine is None:
+            return super()._generate(prompts)
+        try:
+            if self.rollout_func is not None:
+                self._open_for_rollout_func(self._engine)
+            return super()._generate(prompts)
+        finally:
+            self._engine.close()
+
+    def _open_for_rollout_func(self, engine: ColocatedGeneration) -> None:
+        """A rollout function may use the engine without asking: it gets it awake, with the present weights."""
+        if self.state.global_step != self._last_loaded_step:
+            with profiling_context(self, "sync_weights"):
+                engine.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        engine.open()
+
+    def _verify_sync(self, llm: Any) -> None:
+        """Compares vLLM's weights with the policy's, as `verify_weight_sync` asks.
+
+        Raises:
+            WeightSyncError: they differ, or are no longer shared; names the first tensor.
+        """
+        self._check_shared(llm)
+        how_often = budget_setting(self.args, "verify_weight_sync")
+        if how_often == "off" or (how_often == "first" and self._num_verified > 0):
+            return
+        self._num_verified += 1
+        assert self.model is not None
+        engine_model = upstream_vllm.engine_model(llm)
+        views = plan_views(self.model, engine_model, upstream_vllm.packed_modules(engine_model))
+        if isinstance(views, str):
+            logger.info("vLLM's weights are not compared with the policy's: %s", views)
+            return
+        parked = self._parked_policy
+        values = parked.host_tensors() if parked is not None and parked.is_parked else named_values(self.model)
+        if (difference := first_difference(values, engine_model, views)) is not None:
+            raise WeightSyncError(
+                f"After the weight sync of step {self.state.global_step}, {difference}. vLLM would generate with "
+                "other weights than the policy's. Set share_vllm_weights='off' and park_policy_during_rollout='off', "
+                "and report the model."
+            )
+
+    def _check_shared(self, llm: Any) -> None:
+        if self._shared_views is None:
+            return
+        assert self.model is not None
+        name = first_unshared(self.model, upstream_vllm.engine_model(llm), self._shared_views)
+        if name is not None:
+            raise WeightSyncError(
+                f"{name} is no longer a view of vLLM's weights: something has given it other memory since the engine "
+                "started (`model.to(...)`, `parameter.data = ...`). vLLM would go on with the old weights. Leave the "
+                "policy where it is and write to it in place, or set share_vllm_weights='off'."
+            )
+
+    # Scoring
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TRL 1.16; the reference model is on the card for the length of the call."""
+        parked = self._parked.get(model)
+        with self._card.present(parked.name) if parked is not None else nullcontext():
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """As TRL 1.16; reward models are on the card for the length of the call."""
+        with ExitStack() as stack:
+            for reward_func in self.reward_funcs:
+                parked = self._parked.get(reward_func) if isinstance(reward_func, nn.Module) else None
+                if parked is not None:
+                    stack.enter_context(self._card.present(parked.name))
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """As TRL 1.16; the gap between vLLM's log-probs and the policy's is watched."""
+        before = len(self._gaps)
+        outputs = super()._generate_and_score_completions(inputs)
+        self._watch_gap(before)
+        return outputs
+
+    def _log_sampling_statistics(self, mode: str) -> None:
+        before = len(self._gaps)
+        super()._log_sampling_statistics(mode)
+        self._watch_gap(before)
+
+    @property
+    def _gaps(self) -> list[float]:
+        return self._metrics["train" if self._policy_trains else "eval"].get(GAP_METRIC, [])
+
+    def _watch_gap(self, num_seen: int) -> None:
+        """Truncated sampling is left out: vLLM's log-probs are then of the tokens kept, and lie above the policy's."""
+        is_truncated = self.top_p != 1.0 or bool(self.top_k) or bool(self.min_p) or self.repetition_penalty != 1.0
+        if self._engine is not None and not is_truncated and len(self._gaps) > num_seen:
+            self._gap_gate.check(self.state.global_step, self._gaps[-1])
+
+    # Update
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As TRL 1.16; the update has begun."""
+        if self._policy_trains:
+            self._card.enter(Phase.UPDATE)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """As transformers 5.24; the optimizer step has begun."""
+        self._card.enter(Phase.STEP)
+        return super()._clip_grad_norm(model)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As transformers 5.24; views of vLLM's weights are copied to the host one by one, not cloned on the card."""
+        if state_dict is None and self._shared_views is not None:
+            assert self.model is not None
+            state_dict = cpu_state_dict(self.model)
+        super()._save(output_dir, state_dict)
+
+
+ColocatedTrainer._own_class = ColocatedTrainer
