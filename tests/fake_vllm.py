@@ -17,6 +17,11 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 PADDING = 64
+ENGINE_ARGUMENTS = {
+    *("model", "tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "enable_sleep_mode"),
+    *("model_impl", "distributed_executor_backend", "seed", "max_num_batched_tokens", "logprobs_mode", "quantization"),
+    *("trust_remote_code", "dtype"),
+}  # of the arguments of vLLM 0.26's LLM, those that are used
 
 
 class FusedModel(nn.Module):
@@ -96,13 +101,25 @@ class FakeLLM:
         self.model.load_weights = recorded
         self.sleeping_tags: set[str] = set()
         backend = SimpleNamespace(kept_tags=frozenset())
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=self.model), sleep_mode_backend=backend)
+        unknown = self.arguments.keys() - ENGINE_ARGUMENTS
+        assert not unknown, f"vLLM's LLM takes no {unknown}"
+        worker = SimpleNamespace(
+            model_runner=SimpleNamespace(model=self.model),
+            vllm_config=SimpleNamespace(model_config=SimpleNamespace(sleep_mode_backend="cumem")),
+            _get_sleep_mode_backend=self._sleep_mode_backend,
+        )
         executor = SimpleNamespace(
             driver_worker=worker, sleeping_tags=self.sleeping_tags, collective_rpc=self._collective_rpc
         )
         config = SimpleNamespace(max_model_len=self.arguments["max_model_len"] or 512)
         self.llm_engine = SimpleNamespace(model_executor=executor, model_config=config)
         self.backend = backend
+
+    def _sleep_mode_backend(self) -> Any:
+        """vLLM makes it by name when it is first needed."""
+        name = self.llm_engine.model_executor.driver_worker.vllm_config.model_config.sleep_mode_backend
+        assert name == "trl_budget", "vLLM's own backend drops weights"
+        return self.backend
 
     def _event(self, name: str) -> None:
         self.events.append((name, self.watch()))

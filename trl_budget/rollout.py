@@ -82,6 +82,8 @@ class ColocatedGeneration(VLLMGeneration):
         self._card.enter(Phase.START)
         self._settings.start()
         self.llm = build(**self._engine_arguments())
+        if self._settings.sleeps and upstream_vllm.has_sleep_backends():
+            upstream_vllm.choose_sleep_backend(self.llm)
         self._shares_weights = self._settings.adopt(self.llm)
         self.close()
         accelerator.wait_for_everyone()
@@ -104,9 +106,6 @@ class ColocatedGeneration(VLLMGeneration):
         }
         if self._settings.dtype is not None:
             arguments["dtype"] = self._settings.dtype
-        if self._settings.sleeps and upstream_vllm.has_sleep_backends():
-            upstream_vllm.register_sleep_backend()
-            arguments["sleep_mode_backend"] = upstream_vllm.SLEEP_BACKEND
         return arguments
 
     @property

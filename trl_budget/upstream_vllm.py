@@ -50,16 +50,27 @@ def has_sleep_backends() -> bool:
     return True
 
 
-def register_sleep_backend() -> None:
-    """Makes `HandoverBackend` known to vLLM under `SLEEP_BACKEND`, once per process."""
+def choose_sleep_backend(llm: Any) -> None:
+    """Makes a new engine sleep through `HandoverBackend`.
+
+    vLLM reads the name from its model config when it first sleeps; no argument of `LLM` sets it in 0.26 or 0.31.
+    """
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
     if SLEEP_BACKEND not in _reach(SleepModeBackendFactory, "_registry"):
         SleepModeBackendFactory.register_backend(SLEEP_BACKEND, "trl_budget.vllm_sleep", "HandoverBackend")
+    config = _reach(_worker(llm), "vllm_config", "model_config")
+    _reach(config, "sleep_mode_backend")
+    config.sleep_mode_backend = SLEEP_BACKEND
 
 
 def _executor(llm: Any) -> Any:
     return _reach(llm, "llm_engine", "model_executor")
+
+
+def _worker(llm: Any) -> Any:
+    worker = _reach(_executor(llm), "driver_worker")
+    return getattr(worker, "worker", None) or worker  # inside vLLM's wrapper
 
 
 def engine_model(llm: Any) -> nn.Module:
@@ -92,8 +103,7 @@ def packed_modules(model: nn.Module) -> Mapping[str, Sequence[str]]:
 
 def sleep_backend(llm: Any) -> Any:
     """The backend that puts this process' worker to sleep."""
-    worker = _reach(_executor(llm), "driver_worker")
-    worker = getattr(worker, "worker", None) or worker  # inside vLLM's wrapper
+    worker = _worker(llm)
     made = getattr(worker, "_get_sleep_mode_backend", None)
     return made() if made is not None else _reach(worker, "sleep_mode_backend")
 

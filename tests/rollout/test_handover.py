@@ -6,6 +6,7 @@ The fake fills its weights with NaN when it sleeps and generates with what it ho
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,11 @@ class HandoverTrainer(BudgetGRPOTrainer):
 def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: SimpleNamespace(**kwargs), raising=False)
     monkeypatch.setattr("trl_budget.upstream_vllm.has_sleep_backends", lambda: True)
-    monkeypatch.setattr("trl_budget.upstream_vllm.register_sleep_backend", lambda: None)
+    factory = SimpleNamespace(
+        _registry={}, register_backend=lambda name, module, cls: factory._registry.update({name: cls})
+    )
+    module = SimpleNamespace(SleepModeBackendFactory=factory)
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.sleep_mode_backend", module)
     monkeypatch.setattr("trl_budget.rollout_policy.SHARED_DTYPES", ("bfloat16", "float16", "float32"))
 
 
@@ -321,7 +326,6 @@ def test_the_engine_is_built_as_stock_builds_it(folder: str, tmp_path: Path) -> 
         "logprobs_mode": "processed_logprobs",
         "quantization": None,
         "trust_remote_code": False,
-        "sleep_mode_backend": "trl_budget",
     }
 
 
