@@ -104,8 +104,6 @@ class ParkedWeights:
         """Bytes of host memory held, filled or not."""
         return self._room.nbytes
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def park(self) -> None:
         """Copies the weights to the host, then frees their device memory. Does nothing more when they are parked.
 
@@ -126,8 +124,6 @@ class ParkedWeights:
             self.unpark()
             raise
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def unpark(self) -> None:
         """Takes device memory again and copies the weights back. Does nothing when they are there.
 
@@ -200,8 +196,6 @@ class ParkedWeights:
             entry.save()
         return entries
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _host_views(self, entries: Sequence[_ParkedStorage]) -> list[tuple[str, Tensor]]:
         copies = {entry.storage: entry.host_copy for entry in entries}
         named = self._module.named_parameters()

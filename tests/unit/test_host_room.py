@@ -76,6 +76,20 @@ def test_larger_sizes_replace_the_memory() -> None:
     assert host_slab_bytes() - before == kept.nbytes == 2048
 
 
+def test_memory_that_is_too_small_goes_before_larger_is_asked_for() -> None:
+    before = host_slab_bytes()
+    held: list[int] = []
+
+    def allocate(nbytes: int, *, pin: bool, purpose: str) -> HostSlab:
+        held.append(host_slab_bytes() - before)
+        return HostSlab(nbytes, pin=pin, purpose=purpose)
+
+    replaced = HostRoom("test", pin=False, allocate=allocate)
+    replaced.take([1000])
+    replaced.take([5000])
+    assert held == [0, 0]
+
+
 def test_a_slab_that_is_refused_after_others_leaves_none_behind() -> None:
     gc.collect()  # what the tracebacks of other tests hold
     before = host_slab_bytes()

@@ -210,13 +210,24 @@ def test_a_module_parked_without_gradients_trains_afterwards(context: Callable[[
     weights = ParkedWeights(zoo, "policy", device_type="cpu")
     with context():
         weights.park()
-        weights.unpark()
+    weights.unpark()
     weights.park()
     with context():
         weights.unpark()
     for module in (zoo, expected):
         module(torch.arange(7)).backward()
-    assert torch.equal(zoo.embedding.weight.grad, expected.embedding.weight.grad)
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+    assert_equal(zoo, copies_of(expected))
+
+
+def test_a_module_made_in_inference_mode_is_parked() -> None:
+    with torch.inference_mode():
+        reward_model = Zoo()
+    expected = copies_of(reward_model)
+    weights = ParkedWeights(reward_model, "reward model 0", device_type="cpu")
+    weights.park()
+    weights.unpark()
+    assert_equal(reward_model, expected)
 
 
 def test_two_modules_park_on_their_own() -> None:
@@ -449,6 +460,14 @@ def test_using_a_parked_module_is_refused_until_it_is_back(use: Callable[[nn.Mod
     weights.unpark()
     zoo(torch.arange(7))
     zoo.load_state_dict(zoo.state_dict())
+
+
+def test_a_module_parked_again_refuses_again() -> None:
+    zoo, weights = parked_zoo()
+    weights.unpark()
+    weights.park()
+    with pytest.raises(ParkedError):
+        zoo(torch.arange(7))
 
 
 def test_the_refusal_comes_before_the_modules_own_hooks() -> None:

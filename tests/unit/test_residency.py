@@ -28,6 +28,7 @@ class FakeOwner:
         self.name = name
         self.is_parked = False
         self.refusals = 0
+        self.refusal: BaseException = torch.OutOfMemoryError("CUDA out of memory")
         self.park_error: Exception | None = None
         self._whole = int(gib * GIB)
         self._events = events
@@ -44,7 +45,7 @@ class FakeOwner:
         if self.refusals:
             self.refusals -= 1
             self.device_bytes = self._whole // 2
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise self.refusal
         self._events.append(f"{self.name} comes")
         self.is_parked, self.device_bytes = False, self._whole
 
@@ -168,6 +169,7 @@ def test_presence_of_a_stranger_is_refused() -> None:
 
 def test_an_owner_that_cannot_come_back_is_named_with_phase_and_bytes() -> None:
     stage = Stage()
+    stage.residency.enter(Phase.ROLLOUT)
     stage.owners["reference"].refusals = 1
     with pytest.raises(ParkedError, match=r"reference's 2\.00 GiB .* phase 'score'.* out of memory") as error:
         stage.residency.enter(Phase.SCORE)
@@ -182,6 +184,15 @@ def test_an_owner_that_came_back_in_part_leaves_again() -> None:
         stage.residency.enter(Phase.SCORE)
     assert stage.owners["reward model 0"].device_bytes == 0
     assert stage.present == ["reference"]
+
+
+def test_an_owner_whose_coming_was_interrupted_leaves_with_the_next_phase() -> None:
+    stage = Stage()
+    stage.owners["policy"].refusals, stage.owners["policy"].refusal = 1, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        stage.residency.enter(Phase.UPDATE)
+    stage.residency.enter(Phase.ROLLOUT)
+    assert stage.owners["policy"].device_bytes == 0
 
 
 def test_all_that_must_leave_has_left_when_another_cannot_come() -> None:
