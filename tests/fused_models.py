@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def fused_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
     return fused
 
 
-def module_of(tensors: Mapping[str, Tensor], make: Callable[..., nn.Parameter] = nn.Parameter) -> nn.Module:
+def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
     """A module whose parameters have exactly these names."""
     root = nn.Module()
     for name, tensor in tensors.items():
@@ -76,16 +76,8 @@ def module_of(tensors: Mapping[str, Tensor], make: Callable[..., nn.Parameter] =
             if part not in module._modules:
                 module.add_module(part, nn.Module())
             module = module._modules[part]
-        module.register_parameter(last, make(tensor, requires_grad=False))
+        module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
     return root
-
-
-class LoadedParameter(nn.Parameter):
-    """As vLLM's parameter classes, whose results torch would wrap in the class again."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch.Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})
 
 
 def fused_twin(policy: PreTrainedModel, **changes: Tensor | None) -> nn.Module:
@@ -97,7 +89,7 @@ def fused_twin(policy: PreTrainedModel, **changes: Tensor | None) -> nn.Module:
     """
     weights: dict[str, Tensor | None] = dict(fused_weights(policy))
     weights.update({name.replace("__", "."): tensor for name, tensor in changes.items()})
-    model = module_of({name: tensor for name, tensor in weights.items() if tensor is not None}, LoadedParameter)
+    model = module_of({name: tensor for name, tensor in weights.items() if tensor is not None})
     if policy.config.tie_word_embeddings and policy.config.model_type != "gemma2":
         model.add_module("lm_head", nn.Module())
         model.lm_head.register_parameter("weight", model.model.embed_tokens.weight)

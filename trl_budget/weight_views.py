@@ -233,9 +233,8 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def rows_of(tensor: Tensor, view: WeightView) -> Tensor:
-    """The planned rows as a plain tensor over vLLM's storage; vLLM's parameters are a subclass of torch's."""
-    plain = tensor.data.as_subclass(Tensor)
-    return plain[view.rows] if plain.dim() > 0 else plain
+    """The planned rows of a vLLM tensor, over its storage and outside autograd."""
+    return tensor.data[view.rows] if tensor.dim() > 0 else tensor.data
 
 
 def _first(reasons: Iterable[str | None]) -> str | None:
