@@ -196,6 +196,8 @@ class ColocatedTrainer(TokenBudgetTrainer):
         assert self.model is not None and self._parked_policy is not None
         engine_model = upstream_vllm.engine_model(llm)
         views = plan_views(self.model, engine_model, upstream_vllm.packed_modules(engine_model))
+        if not isinstance(views, str):
+            views = self._misplaced(engine_model, views, self._parked_policy) or views
         if isinstance(views, str):
             row = copied_instead(budget_setting(self.args, "share_vllm_weights"), views)
             self._rollout_plan = dataclasses.replace(self._rollout_plan, share=row)
@@ -207,6 +209,13 @@ class ColocatedTrainer(TokenBudgetTrainer):
         self._parked_policy = None
         self._shared_views = views
         return True
+
+    def _misplaced(self, engine_model: nn.Module, views: list[WeightView], parked: ParkedWeights) -> str | None:
+        """Where vLLM's own loader puts a weight otherwise than the views say; some models' rows are reordered."""
+        for name, weight in parked.host_tensors():
+            upstream_vllm.load_weight(engine_model, name, weight)
+        difference = first_difference(parked.host_tensors(), engine_model, views)
+        return None if difference is None else f"vLLM lays weights out in another order: {difference}"
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """As transformers 5.24; weights shared with vLLM are where they have to be, and moving would unshare them."""
@@ -324,9 +333,15 @@ class ColocatedTrainer(TokenBudgetTrainer):
             self._card.enter(Phase.UPDATE)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    def _begin_step(self) -> None:
+        """The optimizer step has begun; in the first, logs who held the card in each phase."""
+        self._card.enter(Phase.STEP)
+        if self._rollout_plan.sleeps and self.state.global_step == 0:
+            logger.info("Memory of the card by phase, in the first step:\n%s", self._card.table())
+
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """As transformers 5.24; the optimizer step has begun."""
-        self._card.enter(Phase.STEP)
+        self._begin_step()
         return super()._clip_grad_norm(model)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -275,6 +275,7 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         """As transformers 5.24: clips to `max_grad_norm` and returns the norm before, on the host."""
         if self._host_adamw is None:
             return super()._clip_grad_norm(model)
+        self._begin_step()
         return self._host_adamw.clip_grad_norm_(self.args.max_grad_norm, model.parameters())
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:

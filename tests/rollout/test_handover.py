@@ -5,6 +5,7 @@ The fake fills its weights with NaN when it sleeps and generates with what it ho
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -112,8 +113,8 @@ def test_in_share_mode_nothing_is_loaded_and_the_weights_never_leave(folder: str
     trainer = build(folder, tmp_path, max_steps=2)
     trainer.train()
     rollout = ["wake weights", "reset", "wake kv_cache", "generate", "sleep"]
-    assert events(trainer, with_residents=False) == ["start", "sleep", *rollout, *rollout]
-    assert events(trainer)[0] == ("start", "")
+    assert events(trainer, with_residents=False) == ["start", "load", "sleep", *rollout, *rollout]
+    assert events(trainer)[:2] == [("start", ""), ("load", "")]
     engine = trainer.vllm_generation.llm
     for name, parameter in trainer.model.named_parameters():
         assert parameter.data_ptr() == engine.model.view(name).data_ptr()
@@ -138,6 +139,22 @@ def test_reference_and_reward_models_are_there_only_while_they_score(folder: str
     assert set(seen["reference"]) == {"policy, reference"}
     assert set(seen["reward"]) == {"policy, reward model 0"}
     assert {residents for _, residents in events(trainer)} == {""}
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_the_first_step_is_logged_phase_by_phase(
+    placement: str, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="trl_budget"):
+        train(folder, tmp_path, optimizer_placement=placement, **COPYING)
+    tables = [record.getMessage() for record in caplog.records if "Memory of the card" in record.getMessage()]
+    assert len(tables) == 1
+    assert [line.split("  ")[0] for line in tables[0].splitlines()[2:]] == [
+        "rollout",
+        "score",
+        "update",
+        "optimizer step",
+    ]
 
 
 def test_an_engine_that_tools_call_many_times_sleeps_once(folder: str, tmp_path: Path) -> None:
@@ -343,6 +360,25 @@ def test_what_cannot_be_shared_is_copied_with_the_reason(folder: str, tmp_path: 
     assert trainer.residents() == "policy"
     with pytest.raises(SettingsError, match=r"share_vllm_weights='on', but .*model.norm.weight"):
         build(folder, tmp_path, TensorParallel, share_vllm_weights="on")
+
+
+def test_rows_that_vllm_reorders_when_it_loads_them_are_copied(folder: str, tmp_path: Path) -> None:
+    class Reordering(HandoverTrainer):
+        def _engine_class(self, **arguments: Any) -> FakeLLM:
+            engine = super()._engine_class(**arguments)
+            load_weights = engine.model.load_weights
+            engine.model.load_weights = lambda pairs: load_weights(
+                [(name, weight.flip(0) if "o_proj" in name else weight) for name, weight in pairs]
+            )
+            return engine
+
+    trainer = build(folder, tmp_path, Reordering)
+    row = {s.name: s for s in trainer.resolved_settings}["share_vllm_weights"]
+    assert (row.value, "lays weights out in another order" in row.reason, "o_proj" in row.reason) == (
+        "off",
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
