@@ -30,17 +30,16 @@ from trl_budget.device_memory import (
     read_card_memory,
 )
 from trl_budget.engine_preflight import EngineNeed, check_allocator_settings, check_engine_fits
-from trl_budget.errors import WeightSyncError
 from trl_budget.logprob_gap import LogProbGapGate
 from trl_budget.parking import ParkedWeights
 from trl_budget.placement import ResolvedSetting
 from trl_budget.residency import Phase
 from trl_budget.rollout import ColocatedGeneration, EngineSettings
 from trl_budget.rollout_policy import RolloutFacts, RolloutPlan, copied_instead, resolve_rollout
-from trl_budget.shared_weights import cpu_state_dict, first_difference, first_unshared, named_values, share
+from trl_budget.shared_weights import cpu_state_dict
 from trl_budget.sync_reference import keep_reference_present
 from trl_budget.token_budget import TokenBudgetTrainer
-from trl_budget.weight_views import WeightView, plan_views
+from trl_budget.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class ColocatedTrainer(TokenBudgetTrainer):
     _card = Card()
     _engine: ColocatedGeneration | None = None
     _parked_policy: ParkedWeights | None = None
-    _shared_views: list[WeightView] | None = None
+    _weight_sync: WeightSync
 
     # Construction
 
@@ -79,7 +78,6 @@ class ColocatedTrainer(TokenBudgetTrainer):
         )
         self._rollout_plan = self._resolve_rollouts(args)
         self._parked: dict[nn.Module, ParkedWeights] = {}
-        self._num_verified = 0
         self._gap_gate = LogProbGapGate()
         self._memory_budget: DeviceMemoryBudget | None = None
         if (budget := budget_setting(args, "device_memory_budget")) is not None and args.device.type == "cuda":
@@ -118,6 +116,7 @@ class ColocatedTrainer(TokenBudgetTrainer):
         )
         self._rollout_plan = self._resolve_rollouts(self.args)
         self._card = self._build_card(policy)
+        self._weight_sync = WeightSync(policy, budget_setting(self.args, "verify_weight_sync"))
         if self.ref_model in self._parked:
             keep_reference_present(self.callback_handler, self._card, self._parked[self.ref_model].name)
         if not self._starts_engine:
@@ -187,40 +186,31 @@ class ColocatedTrainer(TokenBudgetTrainer):
         check_engine_fits(memory, need.utilization, owners, least_bytes=need.least_bytes)
 
     def _adopt_engine(self, llm: Any) -> bool:
-        """Makes the policy's parameters views of vLLM's weights, where they lie alike."""
+        """Returns whether vLLM's weights are the policy's own from now on."""
         for model in (self.model, self.ref_model, *self.reward_funcs):
             if isinstance(model, nn.Module):
                 upstream_vllm.detach_from_compilation(model)
         if not self._rollout_plan.shares:
             return False
-        assert self.model is not None and self._parked_policy is not None
-        engine_model = upstream_vllm.engine_model(llm)
-        views = plan_views(self.model, engine_model, upstream_vllm.packed_modules(engine_model))
-        if not isinstance(views, str):
-            views = self._misplaced(engine_model, views, self._parked_policy) or views
-        if isinstance(views, str):
-            row = copied_instead(budget_setting(self.args, "share_vllm_weights"), views)
+        assert self._parked_policy is not None
+        reason = self._weight_sync.share(upstream_vllm.engine_model(llm), self._parked_policy)
+        if reason is not None:
+            row = copied_instead(budget_setting(self.args, "share_vllm_weights"), reason)
             self._rollout_plan = dataclasses.replace(self._rollout_plan, share=row)
             return False
-        share(self.model, engine_model, views, self._parked_policy.host_tensors())
         upstream_vllm.sleep_backend(llm).kept_tags = frozenset({"weights"})
         self._card.forget(POLICY)
-        self._parked_policy.abandon()
         self._parked_policy = None
-        self._shared_views = views
         return True
-
-    def _misplaced(self, engine_model: nn.Module, views: list[WeightView], parked: ParkedWeights) -> str | None:
-        """Where vLLM's own loader puts a weight otherwise than the views say; some models' rows are reordered."""
-        for name, weight in parked.host_tensors():
-            upstream_vllm.load_weight(engine_model, name, weight)
-        difference = first_difference(parked.host_tensors(), engine_model, views)
-        return None if difference is None else f"vLLM lays weights out in another order: {difference}"
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """As transformers 5.24; weights shared with vLLM are where they have to be, and moving would unshare them."""
-        if model is not self.model or self._shared_views is None:
+        if model is not self.model or not self._shares_weights:
             super()._move_model_to_device(model, device)
+
+    @property
+    def _shares_weights(self) -> bool:
+        return self._engine is not None and self._weight_sync.is_shared
 
     def _rollout_settings(self) -> list[ResolvedSetting]:
         if not self._rollout_facts.is_colocated:
@@ -249,42 +239,7 @@ class ColocatedTrainer(TokenBudgetTrainer):
         engine.open()
 
     def _verify_sync(self, llm: Any) -> None:
-        """Compares vLLM's weights with the policy's, as `verify_weight_sync` asks.
-
-        Raises:
-            WeightSyncError: they differ, or are no longer shared; names the first tensor.
-        """
-        self._check_shared(llm)
-        how_often = budget_setting(self.args, "verify_weight_sync")
-        if how_often == "off" or (how_often == "first" and self._num_verified > 0):
-            return
-        self._num_verified += 1
-        assert self.model is not None
-        engine_model = upstream_vllm.engine_model(llm)
-        views = plan_views(self.model, engine_model, upstream_vllm.packed_modules(engine_model))
-        if isinstance(views, str):
-            logger.info("vLLM's weights are not compared with the policy's: %s", views)
-            return
-        parked = self._parked_policy
-        values = parked.host_tensors() if parked is not None and parked.is_parked else named_values(self.model)
-        if (difference := first_difference(values, engine_model, views)) is not None:
-            raise WeightSyncError(
-                f"After the weight sync of step {self.state.global_step}, {difference}. vLLM would generate with "
-                "other weights than the policy's. Set share_vllm_weights='off' and park_policy_during_rollout='off', "
-                "and report the model."
-            )
-
-    def _check_shared(self, llm: Any) -> None:
-        if self._shared_views is None:
-            return
-        assert self.model is not None
-        name = first_unshared(self.model, upstream_vllm.engine_model(llm), self._shared_views)
-        if name is not None:
-            raise WeightSyncError(
-                f"{name} is no longer a view of vLLM's weights: something has given it other memory since the engine "
-                "started (`model.to(...)`, `parameter.data = ...`). vLLM would go on with the old weights. Leave the "
-                "policy where it is and write to it in place, or set share_vllm_weights='off'."
-            )
+        self._weight_sync.check(upstream_vllm.engine_model(llm), self._parked_policy, self.state.global_step)
 
     # Scoring
 
@@ -346,7 +301,7 @@ class ColocatedTrainer(TokenBudgetTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As transformers 5.24; views of vLLM's weights are copied to the host one by one, not cloned on the card."""
-        if state_dict is None and self._shared_views is not None:
+        if state_dict is None and self._shares_weights:
             assert self.model is not None
             state_dict = cpu_state_dict(self.model)
         super()._save(output_dir, state_dict)

@@ -1,0 +1,95 @@
+"""How vLLM comes to have the policy's weights, and whether it has: shared once, or copied and compared.
+
+Loads through vLLM's own loader, from the parked policy's host copy. What is compared is compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from trl_budget import upstream_vllm
+from trl_budget.errors import WeightSyncError
+from trl_budget.parking import ParkedWeights
+from trl_budget.shared_weights import first_difference, first_unshared, named_values, share
+from trl_budget.weight_views import WeightView, plan_views
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSync:
+    """The policy's weights and vLLM's.
+
+    Args:
+        policy: the trainer's model.
+        verify: when copied weights are compared: "off", "first" or "always".
+    """
+
+    def __init__(self, policy: nn.Module, verify: str) -> None:
+        self._policy = policy
+        self._verify = verify
+        self._num_verified = 0
+        self._shared: list[WeightView] | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the policy's parameters are views of vLLM's weights."""
+        return self._shared is not None
+
+    def share(self, engine_model: nn.Module, parked: ParkedWeights) -> str | None:
+        """Makes the policy's parameters views of vLLM's weights, where they lie alike.
+
+        Args:
+            engine_model: vLLM's model, its weights mapped.
+            parked: the policy, parked; afterwards there is nothing left to park.
+
+        Returns:
+            None, or why weights have to be copied, in one sentence.
+        """
+        views = plan_views(self._policy, engine_model, upstream_vllm.packed_modules(engine_model))
+        if isinstance(views, str):
+            return views
+        for name, weight in parked.host_tensors():
+            upstream_vllm.load_weight(engine_model, name, weight)
+        difference = first_difference(parked.host_tensors(), engine_model, views)
+        if difference is not None:  # some models keep names and shapes and reorder rows when they are loaded
+            return f"vLLM lays weights out in another order: {difference}"
+        share(self._policy, engine_model, views, parked.host_tensors())
+        parked.abandon()
+        self._shared = views
+        return None
+
+    def check(self, engine_model: nn.Module, parked: ParkedWeights | None, step: int) -> None:
+        """Called after each sync, with vLLM's weights mapped.
+
+        Raises:
+            WeightSyncError: weights differ, or are no longer shared; names the first.
+        """
+        if self._shared is not None:
+            self._check_shared(engine_model, self._shared)
+            return
+        if self._verify == "off" or (self._verify == "first" and self._num_verified > 0):
+            return
+        self._num_verified += 1
+        views = plan_views(self._policy, engine_model, upstream_vllm.packed_modules(engine_model))
+        if isinstance(views, str):
+            logger.info("vLLM's weights are not compared with the policy's: %s", views)
+            return
+        is_parked = parked is not None and parked.is_parked
+        values = parked.host_tensors() if parked is not None and is_parked else named_values(self._policy)
+        difference = first_difference(values, engine_model, views)
+        if difference is not None:
+            raise WeightSyncError(
+                f"After the weight sync of step {step}, {difference}. vLLM would generate with other weights than the "
+                "policy's. Set share_vllm_weights='off' and park_policy_during_rollout='off', and report the model."
+            )
+
+    def _check_shared(self, engine_model: nn.Module, views: list[WeightView]) -> None:
+        name = first_unshared(self._policy, engine_model, views)
+        if name is not None:
+            raise WeightSyncError(
+                f"{name} is no longer a view of vLLM's weights: something has given it other memory since the engine "
+                "started (`model.to(...)`, `parameter.data = ...`). vLLM would go on with the old weights. Leave the "
+                "policy where it is and write to it in place, or set share_vllm_weights='off'."
+            )
