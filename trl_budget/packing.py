@@ -169,7 +169,7 @@ def _longest_first(lengths: Sequence[RowLength], passes: Passes, cost: PassCost)
 
 def _with_one_more(lengths: Sequence[RowLength], passes: Passes, cost: PassCost, unit_size: int) -> Passes:
     """The pass with the most tokens that can be cut, cut into its longer and its shorter units."""
-    sizes = [cost.tokens([lengths[row] for row in rows]) if len(rows) > unit_size else 0 for rows in passes]
+    sizes = [cost.tokens([lengths[row] for row in rows]) if len(rows) > unit_size else -1 for rows in passes]
     largest = sizes.index(max(sizes))
     units = _units(passes[largest], unit_size)
     units.sort(key=lambda unit: (-max(sum(lengths[row]) for row in unit), unit))

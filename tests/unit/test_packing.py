@@ -452,8 +452,14 @@ def test_a_row_above_the_budget_does_not_give_every_short_row_a_pass() -> None:
     assert len(passes) == 2
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("lengths", [[[(20, 0), (0, 0), (0, 0)]], [[(5, 0)] * 3, [(0, 0)] * 3]])
-def test_rows_without_a_token_leave_no_pass_empty(lengths: list[list[tuple[int, int]]]) -> None:
-    assert all(
-        rows for passes in plan_passes(lengths, 5, PassCost(is_packed=True), micro_batch_size=1) for rows in passes
-    )
+def test_rows_without_a_token_leave_no_pass_empty(lengths: list[list[tuple[int, int]]], is_packed: bool) -> None:
+    plans = plan_passes(lengths, 5, PassCost(is_packed), micro_batch_size=1)
+    assert all(rows for passes in plans for rows in passes)
+
+
+def test_a_pass_without_a_token_can_be_cut() -> None:
+    lengths = [[(0, 1), (0, 1), (0, 0)], [(0, 0), (0, 0), (0, 1)]]
+    plans = plan_passes(lengths, 1, PassCost(is_packed=False), micro_batch_size=1)
+    assert all(rows for passes in plans for rows in passes)
