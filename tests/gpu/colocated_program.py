@@ -319,9 +319,9 @@ class AllocatesInTheUpdate(ProgramTrainer):
 
     figures: dict[str, Any] = {}
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)
-        if not self.figures:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        if self.state.global_step == 1:  # the first update loads kernels, after the cap was set
             gc.collect()
             torch.cuda.empty_cache()
             left = self._memory_budget.budget - used_bytes()
@@ -374,10 +374,21 @@ def utilization(model: Path, out: Path, *, as_module: bool) -> dict[str, Any]:
         error = str(raised)
     num_engines = ProgramTrainer.num_engines
     gc.collect()
+    for variable in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+    ):  # set for vLLM, and read as a launch
+        os.environ.pop(variable, None)
     trainer = build(policy(), out, vllm_gpu_memory_utilization=0.85, max_steps=2)
     used = trainer.used_when_adopted
     trainer.train()
-    return {"error": error, "num_engines_then": num_engines, "steps": trainer.state.global_step, "used": used}
+    return {
+        "error": error,
+        "num_engines_then": num_engines,
+        "steps": trainer.state.global_step,
+        "used": used / torch.cuda.get_device_properties(0).total_memory,
+    }
 
 
 class WeightsAfterEachStep(TrainerCallback):
@@ -431,7 +442,7 @@ def main() -> None:
     name, model, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     sys.path.insert(0, str(Path(__file__).parent))
     torch.save(PROGRAMS[name](model, out.with_suffix("")), out)
-    if torch.distributed.is_initialized():
+    if name == "two_ranks":
         torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)  # an engine's teardown may hang; the figures are written

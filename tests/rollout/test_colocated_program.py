@@ -68,7 +68,7 @@ def test_greedy_completions_are_judged_on_the_present_weights(way: str, model: P
     assert [len(gaps) for gaps in figures["present"]] == [24] * 5
     assert max(gap for gaps in figures["present"] for gap in gaps) < 1e-4
     assert max(gap for gaps in figures["stale"] for gap in gaps) > 0.1
-    assert all(awake["policy_bytes"] == 0 for awake in figures["awake"])
+    assert all(awake["policy_bytes"] < 1024 for awake in figures["awake"])
     assert figures["keys"][0] == figures["keys"][1] and figures["loaded"] == 0.0
 
 
