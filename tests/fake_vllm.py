@@ -78,13 +78,15 @@ class FakeLLM:
         arguments: what the engine was built with.
         events: ("sleep" | "wake weights" | "wake kv_cache" | "load" | "generate" | "reset", what `watch` returned).
         watch: called at each event.
-        fails: event -> error to raise the next time.
+        fails: event, or "slept" for the end of a sleep -> error to raise the next time.
+        mapped: what holds memory; more than is awake after a wake has failed.
     """
 
     arguments: dict[str, Any]
     watch: Callable[[], Any] = lambda: None
     events: list[tuple[str, Any]] = field(default_factory=list)
     fails: dict[str, BaseException] = field(default_factory=dict)
+    mapped: set[str] = field(default_factory=lambda: {"weights", "kv_cache"})
 
     def __post_init__(self) -> None:
         self.reference: Qwen3ForCausalLM = AutoModelForCausalLM.from_pretrained(
@@ -100,7 +102,7 @@ class FakeLLM:
 
         self.model.load_weights = recorded
         self.sleeping_tags: set[str] = set()
-        backend = SimpleNamespace(kept_tags=frozenset())
+        backend = SimpleNamespace(kept_tags=frozenset(), suspend=lambda level: self._discard())
         unknown = self.arguments.keys() - ENGINE_ARGUMENTS
         assert not unknown, f"vLLM's LLM takes no {unknown}"
         worker = SimpleNamespace(
@@ -112,7 +114,13 @@ class FakeLLM:
             driver_worker=worker, sleeping_tags=self.sleeping_tags, collective_rpc=self._collective_rpc
         )
         config = SimpleNamespace(max_model_len=self.arguments["max_model_len"] or 512)
-        self.llm_engine = SimpleNamespace(model_executor=executor, model_config=config)
+        self.requests: dict[str, list[int]] = {}
+        self.llm_engine = SimpleNamespace(
+            model_executor=executor,
+            model_config=config,
+            output_processor=SimpleNamespace(request_states=self.requests),
+            abort_request=lambda ids, internal: [self.requests.pop(i) for i in ids],
+        )
         self.backend = backend
 
     def _sleep_mode_backend(self) -> Any:
@@ -128,10 +136,12 @@ class FakeLLM:
 
     def _collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         assert (method, kwargs) == ("sleep", {"level": 2})
+        assert "weights" not in self.sleeping_tags, "vLLM would read buffers that are not mapped"
         self._discard()
 
     def _discard(self) -> None:
         self._event("sleep")
+        self.mapped = set(self.backend.kept_tags)
         if "weights" not in self.backend.kept_tags:
             for parameter in self.model.parameters():
                 parameter.data.fill_(torch.nan)
@@ -142,10 +152,13 @@ class FakeLLM:
         if self.sleeping_tags:
             return  # vLLM 0.26: "Executor is already sleeping."
         self._discard()
+        if "slept" in self.fails:
+            raise self.fails.pop("slept")
         self.sleeping_tags.update(("weights", "kv_cache"))
 
     def wake_up(self, tags: list[str]) -> None:
         for tag in tags:
+            self.mapped.add(tag)
             self._event(f"wake {tag}")
             self.sleeping_tags.discard(tag)
 
@@ -154,11 +167,15 @@ class FakeLLM:
 
     @torch.no_grad()
     def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        assert not self.requests, "vLLM would wait for ever for requests of before"
+        self.requests.update({str(i): prompt["prompt_token_ids"] for i, prompt in enumerate(prompts)})
         self._event("generate")
         assert not self.sleeping_tags, "vLLM would wait for ever"
         for name, parameter in self.reference.named_parameters():
             parameter.copy_(self.model.view(name))
-        return [self._complete(row, prompt["prompt_token_ids"], sampling_params) for row, prompt in enumerate(prompts)]
+        made = [self._complete(row, prompt["prompt_token_ids"], sampling_params) for row, prompt in enumerate(prompts)]
+        self.requests.clear()
+        return made
 
     def _complete(self, row: int, prompt_ids: list[int], sampling_params: Any) -> Any:
         """Row r takes the r-th likeliest token first, then the likeliest: rows of a group differ."""

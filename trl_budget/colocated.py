@@ -223,12 +223,10 @@ class ColocatedTrainer(TokenBudgetTrainer):
         """As TRL 1.16; the engine gives the card back after the last generation, also after an error."""
         if self._engine is None:
             return super()._generate(prompts)
-        try:
+        with self._engine.session():
             if self.rollout_func is not None:
                 self._open_for_rollout_func(self._engine)
             return super()._generate(prompts)
-        finally:
-            self._engine.close()
 
     def _open_for_rollout_func(self, engine: ColocatedGeneration) -> None:
         """A rollout function may use the engine without asking: it gets it awake, with the present weights."""
@@ -275,10 +273,16 @@ class ColocatedTrainer(TokenBudgetTrainer):
         return self._metrics["train" if self._policy_trains else "eval"].get(GAP_METRIC, [])
 
     def _watch_gap(self, num_seen: int) -> None:
-        """Truncated sampling is left out: vLLM's log-probs are then of the tokens kept, and lie above the policy's."""
-        is_truncated = self.top_p != 1.0 or bool(self.top_k) or bool(self.min_p) or self.repetition_penalty != 1.0
-        if self._engine is not None and not is_truncated and len(self._gaps) > num_seen:
+        if self._engine is not None and not self._shifts_logprobs and len(self._gaps) > num_seen:
             self._gap_gate.check(self.state.global_step, self._gaps[-1])
+
+    @property
+    def _shifts_logprobs(self) -> bool:
+        """Whether vLLM's log-probs may be far from the policy's: they are of the tokens that sampling has kept."""
+        args = self.args
+        is_truncated = self.top_p != 1.0 or bool(self.top_k) or bool(self.min_p) or self.repetition_penalty != 1.0
+        is_the_users = bool(args.generation_kwargs) or args.vllm_structured_outputs_regex is not None
+        return is_truncated or is_the_users or self.rollout_func is not None
 
     # Update
 

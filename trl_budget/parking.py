@@ -8,6 +8,7 @@ Gradients are left where they are. Copies block, and begin once all work on the 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -54,7 +55,7 @@ class ParkedWeights:
     quantization state kept as an attribute, a gradient) stay, unless they share a storage with one.
 
     The host memory is taken at the first `park()` and kept for the next until `release_host_copy()`. It goes with this
-    object: dropped while parked, the weights are lost, and the module keeps refusing to run.
+    object: dropped while parked, it brings the weights back first, if the module is still in use.
 
     Args:
         module: the outermost module whose forward is called. Parameters that it gets later are parked with the rest.
@@ -83,10 +84,11 @@ class ParkedWeights:
         self._module = module
         self._keeps = keeps or (lambda tensor: False)
         self._device_type = device_type
-        is_pinned = device_type == "cuda" if pin is None else pin
-        self._room = HostRoom(f"the parked weights of the {name}", pin=is_pinned, allocate=allocate)
+        pin = device_type == "cuda" if pin is None else pin
+        self._room = HostRoom(f"the parked weights of the {name}", pin=pin, allocate=allocate)
         self._parked: list[_ParkedStorage] | None = None
         self._guards: list[RemovableHandle] = []
+        self._when_dropped: weakref.finalize[..., ParkedWeights] | None = None
         self._storages_to_park()
 
     @property
@@ -118,6 +120,9 @@ class ParkedWeights:
         try:
             if not self._guards:
                 self._guards = _guard(self._module, self.name)
+                away = weakref.ref(self._module), self._parked, self._guards
+                self._when_dropped = weakref.finalize(self, _bring_back, *away)
+                self._when_dropped.atexit = False
             for entry in self._parked:
                 entry.free()
         except BaseException:
@@ -130,15 +135,9 @@ class ParkedWeights:
         If the device runs out of memory, torch's error passes through and the weights stay parked, in part: the host
         copy is kept until all are back. Call it again to go on, or `park()` to go back.
         """
-        if self._parked is None:
-            return
-        for entry in self._parked:
-            if not entry.is_whole:
-                entry.restore()
-        for guard in self._guards:
-            guard.remove()
-        self._guards = []
-        self._parked = None
+        if self._parked is not None:
+            _restore(self._parked, self._guards)
+            self._let_go()
 
     def host_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and values of every parameter while the weights are parked, tied ones once, as `named_parameters()`.
@@ -170,12 +169,15 @@ class ParkedWeights:
         self._room.release()
 
     def abandon(self) -> None:
-        """Ends the care for weights that have been given other storages: nothing comes back, the module runs again."""
-        self._parked = None
-        for guard in self._guards:
-            guard.remove()
-        self._guards = []
+        """Ends the care for weights that have got other storages: nothing comes back, the module runs again."""
+        self._let_go()
         self._room.release()
+
+    def _let_go(self) -> None:
+        if self._when_dropped is not None:
+            self._when_dropped.detach()
+        _restore([], self._guards)
+        self._parked, self._guards, self._when_dropped = None, [], None
 
     def _saved(self) -> list[_ParkedStorage]:
         storages = self._storages_to_park()
@@ -190,20 +192,18 @@ class ParkedWeights:
             ) from error
         for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
             torch.cuda.synchronize(device)  # other streams may still read or write what is about to be freed
-        triples = zip(storages, sizes, host_copies, strict=True)
-        entries = [_ParkedStorage(storage, size, host_copy) for storage, size, host_copy in triples]
+        entries = [_ParkedStorage(*triple) for triple in zip(storages, sizes, host_copies, strict=True)]
         for entry in entries:
             entry.save()
         return entries
 
     def _host_views(self, entries: Sequence[_ParkedStorage]) -> list[tuple[str, Tensor]]:
         copies = {entry.storage: entry.host_copy for entry in entries}
-        named = self._module.named_parameters()
-        return [(name, _as_placed(p, copies.get(p.untyped_storage()))) for name, p in named]
+        return [(name, _as_placed(p, copies.get(p.untyped_storage()))) for name, p in self._module.named_parameters()]
 
     def _device_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = itertools.chain(self._module.named_parameters(), self._module.named_buffers())
-        return (pair for pair in tensors if pair[1].device.type == self._device_type)
+        named = itertools.chain(self._module.named_parameters(), self._module.named_buffers())
+        return ((name, tensor) for name, tensor in named if tensor.device.type == self._device_type)
 
     def _storages_to_park(self) -> list[torch.UntypedStorage]:
         """The distinct storages with bytes in them and no tensor that is kept, in the module's order."""
@@ -252,6 +252,21 @@ def _as_placed(tensor: Tensor, host_copy: Tensor | None) -> Tensor:
     offset = host_copy.storage_offset() // tensor.element_size() + tensor.storage_offset()
     view = torch.empty(0, dtype=tensor.dtype)
     return view.set_(host_copy.untyped_storage(), offset, tensor.shape, tensor.stride())
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _bring_back(module: weakref.ref[nn.Module], parked: list[_ParkedStorage], guards: list[RemovableHandle]) -> None:
+    if module() is not None:  # a user's reward model, when the trainer is gone
+        _restore(parked, guards)
+
+
+def _restore(parked: list[_ParkedStorage], guards: list[RemovableHandle]) -> None:
+    for entry in parked:
+        if not entry.is_whole:
+            entry.restore()
+    for guard in guards:
+        guard.remove()
 
 
 class _Refusal:

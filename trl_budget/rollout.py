@@ -7,9 +7,9 @@ leaves has left before the other comes. vLLM sleeps once, after the last generat
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,9 +18,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
 from trl_budget import upstream_vllm
-from trl_budget.residency import Phase
-
-logger = logging.getLogger(__name__)
+from trl_budget.residency import Phase, release_cached_memory
 
 
 class Card(Protocol):
@@ -69,6 +67,8 @@ class ColocatedGeneration(VLLMGeneration):
         self._card = card
         self._shares_weights = False
         self._has_current_weights = True  # the checkpoint that the policy was loaded from, until the first sync
+        self._is_mapped_in_part = False
+        self._num_sessions = 0
         super().__init__(**arguments, enable_sleep_mode=False)
 
     def _init_vllm(self) -> None:
@@ -80,12 +80,18 @@ class ColocatedGeneration(VLLMGeneration):
         os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
         ensure_master_addr_port()
         self._card.enter(Phase.START)
-        self._settings.start()
-        self.llm = build(**self._engine_arguments())
+        try:
+            self._settings.start()
+            self.llm = build(**self._engine_arguments())
+        except BaseException:
+            self._card.enter(Phase.SCORE)  # the models may be the user's, who may try again with them
+            raise
         if self._settings.sleeps and upstream_vllm.has_sleep_backends():
             upstream_vllm.choose_sleep_backend(self.llm)
-        self._shares_weights = self._settings.adopt(self.llm)
-        self.close()
+        try:
+            self._shares_weights = self._settings.adopt(self.llm)
+        finally:
+            self.close()
         accelerator.wait_for_everyone()
 
     def _engine_arguments(self) -> dict[str, Any]:
@@ -111,25 +117,53 @@ class ColocatedGeneration(VLLMGeneration):
     @property
     def is_awake(self) -> bool:
         """Whether any part of the engine holds memory that it could give back."""
-        return self._settings.sleeps and upstream_vllm.sleeping_tags(self.llm) != {"weights", "kv_cache"}
+        if not self._settings.sleeps:
+            return False
+        return self._is_mapped_in_part or upstream_vllm.sleeping_tags(self.llm) != upstream_vllm.SLEEP_TAGS
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The engine may stay awake inside; it gives the card back when the outermost ends, also after an error."""
+        self._num_sessions += 1
+        try:
+            yield
+        finally:
+            self._num_sessions -= 1
+            if self._num_sessions == 0:
+                self.close()
 
     def open(self) -> None:
         """Gives the engine the card, with the policy's present weights: `generate` may be called."""
-        if not self._has_current_weights:
+        if not self._has_current_weights or self._has_dropped_weights:
             self.sync_weights()
         self._take_card()
         self._wake("weights")
         self._wake("kv_cache")
 
     def close(self) -> None:
-        """Gives the trainer the card back; nothing to do for an engine that does not sleep."""
-        if self._settings.sleeps:
-            self._sleep()
-            self._has_current_weights = self._shares_weights
-        self._card.enter(Phase.SCORE)
+        """Gives the trainer the card back; an engine that does not sleep only drops what a failure has left."""
+        try:
+            upstream_vllm.abort_requests(self.llm)
+            if self._settings.sleeps:
+                self._sleep()
+                self._has_current_weights = self._shares_weights
+        finally:
+            self._card.enter(Phase.SCORE)
+
+    @property
+    def _has_dropped_weights(self) -> bool:
+        """Whether the user has put the engine to sleep since the last sync."""
+        asleep = upstream_vllm.sleeping_tags(self.llm) if self._settings.sleeps else ()
+        return "weights" in asleep and not self._shares_weights
 
     def sync_weights(self) -> None:
-        """As TRL 1.16; weights go straight from the host copy of the parked policy, so the card holds them once."""
+        """As TRL 1.16; weights go straight from the host copy of the parked policy, so the card holds them once.
+
+        Outside a session an engine that sleeps only notes it: it would drop the weights again before it generates.
+        """
+        if self._settings.sleeps and self._num_sessions == 0:
+            self._has_current_weights = False
+            return
         if self._settings.weights is not None or self._shares_weights:
             self._take_card()
         else:
@@ -151,23 +185,25 @@ class ColocatedGeneration(VLLMGeneration):
             yield self._fix_param_name_to_vllm(name), weight
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As TRL 1.16; wakes the engine and leaves it awake until `close`."""
-        self.open()
-        return super().generate(*args, **kwargs)
+        """As TRL 1.16; wakes the engine and leaves it awake until the session ends, if there is one."""
+        with self.session():
+            self.open()
+            return super().generate(*args, **kwargs)
 
     def _take_card(self) -> None:
         if self._settings.sleeps:
             self._card.enter(Phase.ROLLOUT)
 
     def _wake(self, tag: str) -> None:
-        if self._settings.sleeps and tag in upstream_vllm.sleeping_tags(self.llm):
-            self.llm.wake_up(tags=[tag])
+        if not self._settings.sleeps or tag not in upstream_vllm.sleeping_tags(self.llm):
+            return
+        release_cached_memory()  # the engine maps memory without asking torch
+        self._is_mapped_in_part = True
+        self.llm.wake_up(tags=[tag])
+        self._is_mapped_in_part = False
 
     def _sleep(self) -> None:
         """Level 2: weights and cache are dropped, weights that are shared stay."""
-        asleep = upstream_vllm.sleeping_tags(self.llm)
-        if not asleep:
-            self.llm.sleep(level=2)
-        elif self.is_awake:
-            logger.warning("vLLM woke up in part only (%s was still asleep); putting it back to sleep", *asleep)
-            upstream_vllm.finish_sleep(self.llm)
+        if self.is_awake:
+            upstream_vllm.put_to_sleep(self.llm, is_mapped_in_part=self._is_mapped_in_part)
+            self._is_mapped_in_part = False

@@ -7,6 +7,7 @@ one is an error that names the tested versions.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,11 @@ from trl.import_utils import is_vllm_available
 
 from trl_budget.errors import UpstreamMovedError
 
+logger = logging.getLogger(__name__)
+
 TESTED_VLLM = "0.26.0 and 0.31.0"
 SLEEP_BACKEND = "trl_budget"
+SLEEP_TAGS = frozenset({"weights", "kv_cache"})
 _COMPILATION_WRAPPER = "TorchCompileWithNoGuardsWrapper"
 
 
@@ -113,11 +117,35 @@ def sleeping_tags(llm: Any) -> set[str]:
     return set(_reach(_executor(llm), "sleeping_tags"))
 
 
-def finish_sleep(llm: Any) -> None:
-    """Puts an engine to sleep of which a part is asleep already; its executor would take it for asleep as a whole."""
+def put_to_sleep(llm: Any, *, is_mapped_in_part: bool = False) -> None:
+    """Level 2 for all of the engine that is awake, also where it woke in part only.
+
+    Args:
+        llm: the engine.
+        is_mapped_in_part: a wake has failed, so memory may be mapped that vLLM takes for asleep.
+    """
     executor = _executor(llm)
-    executor.collective_rpc("sleep", kwargs={"level": 2})
-    _reach(executor, "sleeping_tags").update(("weights", "kv_cache"))
+    asleep = sleeping_tags(llm)
+    try:
+        if not asleep:
+            llm.sleep(level=2)
+        elif "weights" not in asleep:  # else the worker would read buffers that are not mapped
+            executor.collective_rpc("sleep", kwargs={"level": 2})
+    except AssertionError as error:  # after suspending: "Memory usage increased after sleeping."
+        logger.warning("vLLM fell asleep and says: %s Another process has taken memory of the card meanwhile.", error)
+        is_mapped_in_part = True
+    if is_mapped_in_part or "weights" in asleep:
+        sleep_backend(llm).suspend(2)
+    _reach(executor, "sleeping_tags").update(SLEEP_TAGS)
+    if "is_sleeping" in vars(executor):  # 0.26; derived from the tags in 0.31
+        executor.is_sleeping = True
+
+
+def abort_requests(llm: Any) -> None:
+    """Drops what a generation that failed has left: the next one would wait for it for ever, or return it."""
+    engine = _reach(llm, "llm_engine")
+    if left := list(_reach(engine, "output_processor", "request_states")):
+        engine.abort_request(left, internal=True)
 
 
 def quantization(model: nn.Module) -> str | None:
@@ -185,8 +213,8 @@ def generation_arguments(trainer: Any) -> dict[str, Any]:
 
 
 def sleeping_bytes() -> int:
-    """Bytes of vLLM's pool that hold no memory at the moment; 0 before an engine has started."""
-    if "vllm" not in sys.modules:
+    """Bytes of vLLM's pool that hold no memory at the moment; 0 before an engine has started, and before vLLM 0.24."""
+    if "vllm" not in sys.modules or not has_sleep_backends():
         return 0
     from trl_budget import vllm_sleep
 

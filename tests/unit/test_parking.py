@@ -473,7 +473,8 @@ def test_a_module_parked_again_refuses_again() -> None:
 def test_the_refusal_comes_before_the_modules_own_hooks() -> None:
     zoo, seen = Zoo(), []
     zoo.register_forward_pre_hook(lambda *_: seen.append("own hook"))
-    ParkedWeights(zoo, "policy", device_type="cpu").park()
+    weights = ParkedWeights(zoo, "policy", device_type="cpu")
+    weights.park()
     with pytest.raises(ParkedError):
         zoo(torch.arange(7))
     assert seen == []
@@ -486,13 +487,26 @@ def test_no_hook_is_left_on_a_module_that_is_back() -> None:
         assert not (part._forward_pre_hooks or part._state_dict_pre_hooks or part._load_state_dict_pre_hooks)
 
 
-def test_weights_dropped_while_parked_leave_a_module_that_refuses() -> None:
-    zoo, weights = parked_zoo()
+def test_weights_dropped_while_parked_come_back_to_a_module_in_use() -> None:
+    zoo = Zoo()
+    before = {name: value.clone() for name, value in zoo.state_dict().items()}
+    weights = ParkedWeights(zoo, "policy", device_type="cpu")
+    weights.park()
     collected = weakref.ref(weights)
     del weights
     assert collected() is None
-    with pytest.raises(ParkedError):
-        zoo(torch.arange(7))
+    assert all(torch.equal(value, before[name]) for name, value in zoo.state_dict().items())
+    zoo(torch.arange(7))
+
+
+def test_a_module_dropped_with_its_parked_weights_takes_no_memory_again() -> None:
+    zoo, weights = parked_zoo()
+    storage = next(zoo.parameters()).untyped_storage()
+    zoo.weights = weights  # one cycle, so that both go at once
+    weights.owner = zoo
+    del zoo, weights
+    gc.collect()
+    assert storage.nbytes() == 0
 
 
 # Failures midway
