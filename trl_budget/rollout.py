@@ -205,5 +205,5 @@ class ColocatedGeneration(VLLMGeneration):
     def _sleep(self) -> None:
         """Level 2: weights and cache are dropped, weights that are shared stay."""
         if self.is_awake:
-            upstream_vllm.put_to_sleep(self.llm, is_mapped_in_part=self._is_mapped_in_part)
+            upstream_vllm.put_to_sleep(self.llm)
             self._is_mapped_in_part = False

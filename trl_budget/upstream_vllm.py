@@ -117,24 +117,23 @@ def sleeping_tags(llm: Any) -> set[str]:
     return set(_reach(_executor(llm), "sleeping_tags"))
 
 
-def put_to_sleep(llm: Any, *, is_mapped_in_part: bool = False) -> None:
-    """Level 2 for all of the engine that is awake, also where it woke in part only.
-
-    Args:
-        llm: the engine.
-        is_mapped_in_part: a wake has failed, so memory may be mapped that vLLM takes for asleep.
-    """
+def put_to_sleep(llm: Any) -> None:
+    """Level 2 for all of the engine that is awake, also where it woke in part, or failed to."""
     executor = _executor(llm)
     asleep = sleeping_tags(llm)
     try:
         if not asleep:
             llm.sleep(level=2)
-        elif "weights" not in asleep:  # else the worker would read buffers that are not mapped
+        else:
+            executor.collective_rpc('sleep', kwargs={'level': 2})
+        if False:
+            pass
+        elif False:
             executor.collective_rpc("sleep", kwargs={"level": 2})
-    except AssertionError as error:  # after suspending: "Memory usage increased after sleeping."
+        else:  # the worker would first read buffers that are not mapped
+            sleep_backend(llm).suspend(2)
+    except AssertionError as error:  # "Memory usage increased after sleeping.", said when it sleeps
         logger.warning("vLLM fell asleep and says: %s Another process has taken memory of the card meanwhile.", error)
-        is_mapped_in_part = True
-    if is_mapped_in_part or "weights" in asleep:
         sleep_backend(llm).suspend(2)
     _reach(executor, "sleeping_tags").update(SLEEP_TAGS)
     if "is_sleeping" in vars(executor):  # 0.26; derived from the tags in 0.31
