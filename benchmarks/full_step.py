@@ -182,13 +182,13 @@ def generate_only(trainer: Any, args: argparse.Namespace, figures: StepFigures) 
     for _ in range(1 + args.steps):
         figures.sampler.restart()
         times = [synchronized_now()]
-        engine.sync_weights()
-        times.append(synchronized_now())
-        engine.open()
-        times.append(synchronized_now())
-        completions = engine.generate(prompts=ids[: workload.rows], images=None, num_generations=8)[1]
-        times.append(synchronized_now())
-        engine.close()
+        with engine.session():
+            engine.sync_weights()
+            times.append(synchronized_now())
+            engine.open()
+            times.append(synchronized_now())
+            completions = engine.generate(prompts=ids[: workload.rows], images=None, num_generations=8)[1]
+            times.append(synchronized_now())
         times.append(synchronized_now())
         names = ("sync_seconds", "wake_seconds", "generation_seconds", "sleep_seconds")
         row = {name: end - start for name, start, end in zip(names, times[:-1], times[1:], strict=True)}

@@ -6,12 +6,15 @@ are the policy's. Sleep and wake follow vLLM 0.26's executor: it counts as aslee
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import trl.generation.vllm_generation as vllm_generation
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
@@ -22,6 +25,16 @@ ENGINE_ARGUMENTS = {
     *("model_impl", "distributed_executor_backend", "seed", "max_num_batched_tokens", "logprobs_mode", "quantization"),
     *("trust_remote_code", "dtype"),
 }  # of the arguments of vLLM 0.26's LLM, those that are used
+
+
+def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What TRL and this library look for in the vllm package, for an engine that sleeps through a backend of ours."""
+    factory = SimpleNamespace(_registry={})
+    factory.register_backend = lambda name, module, cls: factory._registry.update({name: cls})
+    module = SimpleNamespace(SleepModeBackendFactory=factory)
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.sleep_mode_backend", module)
+    monkeypatch.setattr("trl_budget.upstream_vllm.has_sleep_backends", lambda: True)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: SimpleNamespace(**kwargs), raising=False)
 
 
 class FusedModel(nn.Module):
@@ -136,7 +149,8 @@ class FakeLLM:
 
     def _collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         assert (method, kwargs) == ("sleep", {"level": 2})
-        assert "weights" not in self.sleeping_tags, "vLLM would read buffers that are not mapped"
+        if "weights" in self.sleeping_tags:
+            raise RuntimeError("vLLM would read buffers that are not mapped")
         self._discard()
 
     def _discard(self) -> None:

@@ -74,14 +74,10 @@ class ColocatedGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         """As TRL 1.16, for an engine in this process without tensor parallelism."""
         build = self._settings.build or upstream_vllm.engine_class()
-        accelerator = self.accelerator
-        os.environ["RANK"] = str(accelerator.process_index)
-        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
-        os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
-        ensure_master_addr_port()
         self._card.enter(Phase.START)
         try:
             self._settings.start()
+            self._set_environment()
             self.llm = build(**self._engine_arguments())
         except BaseException:
             self._card.enter(Phase.SCORE)  # the models may be the user's, who may try again with them
@@ -92,7 +88,15 @@ class ColocatedGeneration(VLLMGeneration):
             self._shares_weights = self._settings.adopt(self.llm)
         finally:
             self.close()
-        accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
+
+    def _set_environment(self) -> None:
+        """What vLLM's external launcher reads."""
+        accelerator = self.accelerator
+        os.environ["RANK"] = str(accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
+        ensure_master_addr_port()
 
     def _engine_arguments(self) -> dict[str, Any]:
         arguments = {
@@ -133,7 +137,8 @@ class ColocatedGeneration(VLLMGeneration):
                 self.close()
 
     def open(self) -> None:
-        """Gives the engine the card, with the policy's present weights: `generate` may be called."""
+        """Gives the engine the card, with the policy's present weights, so that it may generate; in a session."""
+        assert self._num_sessions > 0, "the engine would keep the card"
         if not self._has_current_weights or self._has_dropped_weights:
             self.sync_weights()
         self._take_card()

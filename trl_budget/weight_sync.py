@@ -23,7 +23,8 @@ class WeightSync:
 
     Args:
         policy: the trainer's model.
-        verify: when copied weights are compared: "off", "first" or "always".
+        verify: when all weights and buffers are compared: "off", "first" or "always". What is shared is the same
+            memory, which takes no time to compare.
     """
 
     def __init__(self, policy: nn.Module, verify: str) -> None:
@@ -68,7 +69,6 @@ class WeightSync:
         """
         if self._shared is not None:
             self._check_shared(engine_model, self._shared)
-            return
         if self._verify == "off" or (self._verify == "first" and self._num_verified > 0):
             return
         self._num_verified += 1

@@ -158,11 +158,11 @@ class GreedyAfterEachStep(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         engine, model = self.trainer.vllm_generation, self.trainer.model
-        engine.sync_weights()
-        engine.open()
-        completions = [greedy(engine.llm, prompt) for prompt in self.PROMPTS]
-        self.awake.append(card_while_awake(self.trainer))
-        engine.close()
+        with engine.session():
+            engine.sync_weights()
+            engine.open()
+            completions = [greedy(engine.llm, prompt) for prompt in self.PROMPTS]
+            self.awake.append(card_while_awake(self.trainer))
         for judged, of in ((self.present, completions), (self.stale, self._before)):
             pairs = zip(self.PROMPTS, of, strict=False)
             judged.append([gap for prompt, ids in pairs for gap in behind_the_best(model, prompt, ids)])
@@ -202,7 +202,7 @@ def train(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
         "awake": watch.awake,
         "used_when_adopted": trainer.used_when_adopted,
         "weight_bytes": sum(p.nbytes for p in trainer.model.parameters()),
-        "num_verified": trainer._num_verified,
+        "num_verified": trainer._weight_sync._num_verified,
         "gap": [e["sampling/sampling_logp_difference/mean"] for e in trainer.state.log_history[:-1]],
         "cycles": rollout_cycles(trainer),
         **save(trainer, model, out / "saved"),
@@ -214,11 +214,11 @@ def rollout_cycles(trainer: Any) -> dict[str, list[int]]:
     engine = trainer.vllm_generation
     awake, asleep = [], []
     for _ in range(NUM_CYCLES):
-        engine.sync_weights()
-        engine.open()
-        greedy(engine.llm, GreedyAfterEachStep.PROMPTS[0])
-        awake.append(used_bytes())
-        engine.close()
+        with engine.session():
+            engine.sync_weights()
+            engine.open()
+            greedy(engine.llm, GreedyAfterEachStep.PROMPTS[0])
+            awake.append(used_bytes())
         asleep.append(used_bytes())
     return {"awake": awake, "asleep": asleep}
 

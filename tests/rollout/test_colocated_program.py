@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import trl.generation.vllm_generation as vllm_generation
-from fake_vllm import FakeLLM
+from fake_vllm import FakeLLM, stand_in_for_vllm
 from tiny import max_difference
 from torch import nn
 
@@ -33,9 +31,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "build_engine", FakeLLM)
     monkeypatch.setattr(program.ProgramTrainer, "_build_card", build_card)
     monkeypatch.setattr(program.ProgramTrainer, "_can_engine_sleep", lambda *_: True)
-    monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: SimpleNamespace(**kwargs), raising=False)
-    monkeypatch.setattr("trl_budget.upstream_vllm.has_sleep_backends", lambda: True)
-    monkeypatch.setattr("trl_budget.upstream_vllm.register_sleep_backend", lambda: None)
+    stand_in_for_vllm(monkeypatch)
     monkeypatch.setattr("trl_budget.rollout_policy.SHARED_DTYPES", ("bfloat16", "float32"))
     small = {
         "use_cpu": True,

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import trl.generation.vllm_generation as vllm_generation
-from fake_vllm import FakeLLM
+from fake_vllm import FakeLLM, stand_in_for_vllm
 from peft import LoraConfig
 from tiny import byte_tokenizer, comparable_log, make_trainer, max_difference, save_tiny_model, tiny_model, weights
 from torch import nn
@@ -57,13 +55,7 @@ class HandoverTrainer(BudgetGRPOTrainer):
 
 @pytest.fixture(autouse=True)
 def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: SimpleNamespace(**kwargs), raising=False)
-    monkeypatch.setattr("trl_budget.upstream_vllm.has_sleep_backends", lambda: True)
-    factory = SimpleNamespace(
-        _registry={}, register_backend=lambda name, module, cls: factory._registry.update({name: cls})
-    )
-    module = SimpleNamespace(SleepModeBackendFactory=factory)
-    monkeypatch.setitem(sys.modules, "vllm.device_allocator.sleep_mode_backend", module)
+    stand_in_for_vllm(monkeypatch)
     monkeypatch.setattr("trl_budget.rollout_policy.SHARED_DTYPES", ("bfloat16", "float16", "float32"))
 
 

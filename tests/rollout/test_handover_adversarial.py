@@ -104,7 +104,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-@EVERY_WAY
+@BOTH_WAYS
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_training_equals_stocks_over_the_same_engine(
     workload: str, way: dict[str, str], folder: str, tmp_path: Path, stock: Any
@@ -436,8 +436,11 @@ class Boom(Exception):
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("kind", [Boom, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["reward", "evaluation", "tokenizing", "generate"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [(place, Boom) for place in ("reward", "evaluation", "tokenizing", "generate")]
+    + [("generate", KeyboardInterrupt)],
+)
 def test_after_an_error_of_the_user_the_next_training_is_as_the_first(
     place: str, kind: type[BaseException], way: dict[str, str], folder: str, tmp_path: Path
 ) -> None:
