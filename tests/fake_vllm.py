@@ -29,6 +29,9 @@ ENGINE_ARGUMENTS = {
 
 def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """What TRL and this library look for in the vllm package, for an engine that sleeps through a backend of ours."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # set where an engine starts; restored, absent as a rule, when the test ends
+        monkeypatch.delenv(name)
     factory = SimpleNamespace(_registry={})
     factory.register_backend = lambda name, module, cls: factory._registry.update({name: cls})
     module = SimpleNamespace(SleepModeBackendFactory=factory)

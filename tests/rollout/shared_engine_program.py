@@ -22,7 +22,7 @@ def set_environment() -> None:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"})
-    os.environ.setdefault("MASTER_PORT", port)
+    os.environ["MASTER_PORT"] = port
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "DO_NOT_TRACK": "1"})
     os.environ.update({"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"})
 
