@@ -101,7 +101,7 @@ def load_weight(model: nn.Module, name: str, weight: Tensor) -> None:
 
 
 def packed_modules(model: nn.Module) -> Mapping[str, Sequence[str]]:
-    """VLLM's own table of fused modules, such as `qkv_proj` and the parts in it; empty without one."""
+    """The engine's own table of fused modules, such as `qkv_proj` and the parts in it; empty without one."""
     return getattr(model, "packed_modules_mapping", None) or {}
 
 

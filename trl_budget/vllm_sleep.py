@@ -39,7 +39,13 @@ class HandoverBackend(CuMemBackend):
         torch.cuda.empty_cache()
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Maps what is asleep under `tags`, all of it when None. An allocation that finds no memory stays asleep."""
+        """Maps what is asleep under `tags`, all of it when None. An allocation that finds no memory stays asleep.
+
+        After a level 1, which only a user asks for, vLLM's own way brings the weights' values back as well.
+        """
+        if any(allocation.cpu_backup_tensor is not None for allocation in _allocations()):
+            super().resume(tags)
+            return
         self._state = "RESUMING"
         for allocation in _allocations():
             if allocation.is_asleep and (tags is None or allocation.tag in tags):
