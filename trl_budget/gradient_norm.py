@@ -4,7 +4,8 @@ The order is that of `torch.nn.utils.get_total_norm`: the norm of each gradient,
 one CPU tensor on one core in a few long fp32 chains: normally distributed gradients of 25 M elements come out 0.14 %
 too small, those of a 389 M embedding 7 %, equal ones 19 %. A GPU sums in a tree, so stock training there has no such
 error. Gradients of GPU parameters are therefore measured in rows, the norm of each 2^14 elements first: within 4e-6 of
-fp64. Those of CPU parameters keep torch's norm: there stock runs on the CPU too, and has the same bits.
+fp64 (benchmarks/results/norm_accuracy.json). Those of CPU parameters keep torch's norm: there stock runs on the CPU
+too, and has the same bits.
 """
 
 from __future__ import annotations
