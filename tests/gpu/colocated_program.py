@@ -133,15 +133,16 @@ def greedy(llm: Any, prompt_ids: list[int]) -> list[int]:
 
 @torch.no_grad()
 def behind_the_best(model: nn.Module, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
-    """How many nats each token lies behind the likeliest one, by transformers on the present weights; 0.0 is greedy.
+    """How far each token's logit lies behind the largest, by transformers on the present weights; 0.0 is greedy.
 
-    Given vLLM's own prefix, so that one tie does not make all later tokens differ.
+    In steps of bf16 at the largest logit: two engines round it differently, by as much more as it is larger. Given
+    vLLM's own prefix, so that one tie does not make all later tokens differ.
     """
     ids = torch.tensor([prompt_ids + completion_ids], device=next(model.parameters()).device)
-    logps = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].float().log_softmax(-1)
-    rows = logps[len(prompt_ids) - 1 : -1]
+    rows = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt_ids) - 1 : -1].float()
     chosen = rows.gather(1, torch.tensor(completion_ids, device=rows.device)[:, None])[:, 0]
-    return (rows.max(-1).values - chosen).tolist()
+    best = rows.max(-1).values
+    return ((best - chosen) / 2.0 ** (best.abs().log2().floor() - 7)).tolist()
 
 
 class GreedyAfterEachStep(TrainerCallback):
@@ -256,7 +257,7 @@ def stale(model: Path, out: Path) -> dict[str, Any]:
             super()._start_engine()
             self.vllm_generation.sync_weights = lambda: None
 
-    trainer = build(model, out, Forgetful, learning_rate=3e-3, **NEITHER)
+    trainer = build(model, out, Forgetful, learning_rate=0.5, **NEITHER)
     error = ""
     try:
         trainer.train()

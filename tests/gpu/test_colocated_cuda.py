@@ -33,8 +33,8 @@ ENGINE = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 LARGE = ("sharing", "copying")
-# bf16 rounds a logit of 22 to 1/8; the second likeliest token lies about one nat behind the first.
-TIE_NATS = 0.5
+# Two engines round every layer differently; the second likeliest token lies eight steps or more behind the first.
+TIE_STEPS = 4
 Run = Callable[[str], dict[str, Any]]
 
 
@@ -96,7 +96,7 @@ def test_greedy_completions_are_those_of_the_present_weights_after_each_update(w
     assert len(figures["present"]) == 5
     for gaps in figures["present"]:
         assert mean(gap == 0.0 for gap in gaps) >= 0.95, gaps
-        assert max(gaps) < TIE_NATS, gaps
+        assert max(gaps) <= TIE_STEPS, gaps
     assert mean(gap == 0.0 for gap in figures["stale"][1]) < 0.8, "the updates are too small to tell weights apart"
     assert max(figures["gap"]) < 0.2
 
