@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from trl_budget import host_threads
 from trl_budget.errors import SettingsError
 from trl_budget.host_threads import (
+    SET_BY_ACCELERATE_LAUNCH,
     THREADS_VARIABLE,
     HostThreads,
     ThreadScratch,
@@ -163,6 +166,8 @@ def test_scratch_is_kept_from_call_to_call() -> None:
         ({"OMP_NUM_THREADS": "1"}, 1),
         ({"OMP_NUM_THREADS": "nonsense"}, 16),
         ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"OMP_NUM_THREADS": "1", SET_BY_ACCELERATE_LAUNCH: "False"}, 16),
+        ({"OMP_NUM_THREADS": "2", SET_BY_ACCELERATE_LAUNCH: "False"}, 2),
         ({"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "2"}, 2),
         ({"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}, 4),
         ({"LOCAL_WORLD_SIZE": "32"}, 1),
@@ -175,16 +180,26 @@ def test_the_number_of_threads_follows_the_environment(environment: dict[str, st
     assert host_thread_count(environment, num_cores=16) == expected
 
 
+def test_accelerate_launch_of_one_process_is_recognized() -> None:
+    args = launch_command_parser().parse_args(
+        ["--num_processes=1", "--num_machines=1", "--num_cpu_threads_per_process=1", "train.py"]
+    )
+    args.mixed_precision, args.dynamo_backend, args.use_cpu = "no", "no", False
+    _, environment = prepare_simple_launcher_cmd_env(args)
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert host_thread_count(environment, num_cores=16) == 16
+
+
 @pytest.mark.parametrize("own", ["all", "0", "-2", "1.5"])
 def test_what_is_no_number_of_cores_is_refused(own: str) -> None:
     with pytest.raises(SettingsError, match=f"{THREADS_VARIABLE} is '{own}'.*at least 1"):
         host_thread_count({THREADS_VARIABLE: own}, num_cores=16)
 
 
-def test_torchruns_single_thread_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_launchers_single_thread_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     host_thread_count({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, num_cores=16)
     [message] = caplog.messages
-    assert "OMP_NUM_THREADS is 1, which torchrun sets" in message
+    assert "OMP_NUM_THREADS is 1, which launchers set" in message
     assert "8 threads for torch" in message and "16 cores" in message and THREADS_VARIABLE in message
 
 
