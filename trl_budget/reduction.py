@@ -23,7 +23,7 @@ from trl_budget.parameter_slots import ParameterSlot
 from trl_budget.ranks import Ranks
 from trl_budget.shared_state import SharedSlot
 
-CHUNK_ELEMENTS = 2**21  # the running sum stays in cache; whole rows of the norm
+CHUNK_ELEMENTS = 2**19  # what is summed stays in cache until it is measured; whole rows of the norm
 
 
 class SharedGradients(HostGradients):
@@ -106,8 +106,10 @@ class SharedGradients(HostGradients):
         """The mean over this node's ranks, in rank order, and its norms; the sum where nodes follow. On any thread."""
         assert slot.reduced is not None
         target = slot.reduced.view(-1)[start : start + CHUNK_ELEMENTS]
-        total = self._sum.take(target.numel())
         parts = [source[start : start + CHUNK_ELEMENTS] for source in sources]
+        # Into the target at once, unless it holds an addend that comes later.
+        is_later = any(part.data_ptr() == target.data_ptr() for part in parts[2:])
+        total = self._sum.take(target.numel()) if is_later else target
         if len(parts) < 2:
             total.copy_(parts[0]) if parts else total.zero_()
         else:
@@ -119,7 +121,8 @@ class SharedGradients(HostGradients):
         if slot in self._row_norms:
             norms = row_norms(total)
             self._row_norms[slot][start // ROW_ELEMENTS :][: norms.numel()] = norms
-        target.copy_(total)
+        if is_later:
+            target.copy_(total)
 
     def _sum_nodes(self, slots: Iterable[SharedSlot]) -> None:
         if self._ranks.num_nodes == 1:
