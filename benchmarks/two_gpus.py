@@ -5,7 +5,11 @@
 `NCCL_P2P_DISABLE=1` makes the cards exchange through host memory, as cards without NVLink or peer access do. Rollouts
 are supplied: `--rows-per-card` rows with the lengths of workload W, repeated. Every mode is launched by `accelerate
 launch` with `accelerate_configs/ddp_2gpu_pcie.yaml` (`one_card` and `one_card_both`, which trains on the rows of both
-cards, with `single_gpu.yaml`) in processes of its own.
+cards, with `single_gpu.yaml`) in processes of its own. Figures are merged into `--output` as each mode ends, so that
+one file grows over several commands; on two H200 with 32 cores:
+
+    --rows-per-card 128 --modes sharded one_card stock                           # 6 minutes
+    --rows-per-card 32 --modes rank0 one_card_both sharded_24gib replicated      # 4 minutes
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from workload import SuppliedRollouts, build_model, reward, tokenizer, training_
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, __version__
 from trl_budget.compute_weights import checksums
+from trl_budget.reduction import SharedGradients
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 PACKED = {"padding_free": "on", "max_tokens_per_microbatch": 24_576}
@@ -111,6 +116,29 @@ def reward_by_card(rows_per_card: int) -> Callable[..., list[float]]:
     return reward_of_rows
 
 
+def time_details(gradients: Any, times: PhaseTimes) -> None:
+    """Times what `norm_and_clip` is made of: the last host sums, waiting for the other ranks, the sum over ranks."""
+
+    def timed(owner: Any, method: str) -> None:
+        call = getattr(owner, method)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not times.steps:  # before the first step
+                return call(*args, **kwargs)
+            times.begin(method)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                times.end(method)
+
+        setattr(owner, method, run)
+
+    timed(gradients.collector, "wait")
+    if isinstance(gradients, SharedGradients):
+        timed(gradients._threads, "run")
+        timed(gradients._ranks, "exchange")
+
+
 def run_rank(args: argparse.Namespace) -> dict[str, Any]:
     """One rank's training; returns its figures."""
     on_gpu = torch.cuda.is_available()
@@ -140,6 +168,8 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
         rollout_func=RankRollouts(args.scale, rank, args.rows_per_card),
     )
     equality.trainer = trainer
+    if not is_stock:
+        time_details(trainer._host_adamw._gradients, times)
     construction_seconds = time.perf_counter() - started
     trainer.train()
     host = trainer._host_adamw if not is_stock else None
@@ -214,26 +244,36 @@ def launch(mode: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
 
 
-def report(results: dict[str, Any], clocks: dict[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
-    """Results, scaling and what they were measured on."""
-    summaries = {mode: summary(ranks) for mode, ranks in results.items()}
-    scaling = None
-    if {"one_card", "sharded"} <= summaries.keys():
-        scaling = summaries["one_card"]["update_seconds"] / summaries["sharded"]["update_seconds"]
+def report(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Everything measured so far, and what follows from it."""
+    modes = found["modes"]
+    pairs = [(modes.get(f"{mode}/rows={args.rows_per_card}") or {}).get("summary") for mode in ("one_card", "sharded")]
+    scaling = dict(found.get("scaling_efficiency", {}))
+    if all(pairs):
+        scaling[f"rows={args.rows_per_card}"] = pairs[0]["update_seconds"] / pairs[1]["update_seconds"]
     return {
         "device": {**machine(), "num_gpus": torch.cuda.device_count(), "nccl": "NCCL_P2P_DISABLE=1"},
         "versions": {name: version(name) for name in ("torch", "trl", "transformers", "accelerate")},
         "trl_budget": __version__,
+        "shape": args.shape,
+        "scaling_efficiency": scaling,
+        "modes": modes,
+    }
+
+
+def write(mode: str, ranks: list[dict[str, Any]], clocks: list[str], args: argparse.Namespace) -> None:
+    """Adds one mode's figures to the file; those of other modes and other numbers of rows stay."""
+    found = json.loads(args.output.read_text()) if args.output.exists() else {"modes": {}}
+    found["modes"][f"{mode}/rows={args.rows_per_card}"] = {
+        "summary": summary(ranks),
         "commit": args.commit,
         "date": time.strftime("%Y-%m-%d"),
-        "shape": args.shape,
-        "rows_per_card": args.rows_per_card,
         "command": shlex.join(["python", *sys.argv]),
-        "scaling_efficiency": scaling,
-        "summary": summaries,
-        "ranks": results,
+        "ranks": ranks,
         "gpu_clocks": clocks,
     }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(report(found, args), indent=1) + "\n")
 
 
 def main() -> None:
@@ -253,14 +293,11 @@ def main() -> None:
         figures = run_rank(args)
         Path(args.folder, f"rank{figures['rank']}.json").write_text(json.dumps(figures))
         return
-    results: dict[str, Any] = {}
-    clocks: dict[str, list[str]] = {}
     for mode in args.modes:
-        with gpu_clocks() as clocks[mode]:
-            results[mode] = launch(mode, args)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report(results, clocks, args), indent=1) + "\n")
-        print(mode, json.dumps(summary(results[mode])), results[mode][0]["log"][-1], flush=True)
+        with gpu_clocks() as clocks:
+            ranks = launch(mode, args)
+        write(mode, ranks, clocks, args)
+        print(mode, json.dumps(summary(ranks)), ranks[0]["log"][-1], flush=True)
 
 
 if __name__ == "__main__":
