@@ -135,7 +135,8 @@ class HostStore:
                 "backward has not run, so their memory cannot be replaced by larger. Run its backward or drop its "
                 "loss first, or set activation_offload='off'."
             )
-        self._copies.finish()
+        if self.host_bytes > 0:
+            self._copies.finish()
         self._slab.replace(num_bytes)
 
     def keep(self, hidden_states: Tensor) -> HostActivation:

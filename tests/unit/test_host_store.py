@@ -15,7 +15,7 @@ from torch import Tensor
 from trl_budget.activation_slab import stack_bytes
 from trl_budget.activation_store import DeviceStore
 from trl_budget.errors import ActivationGoneError, HostMemoryError, SettingsError
-from trl_budget.host_store import HostActivation, HostStore
+from trl_budget.host_store import HostActivation, HostStore, _on_device
 from trl_budget.pinned import HostSlab, host_slab_bytes
 
 CPU = torch.device("cpu")
@@ -67,6 +67,7 @@ def test_any_order_of_keeping_taking_and_dropping_gives_the_values_back(moves: l
                 assert same_bits(handle.take(), tensor)
             del handle
         poison_above(store, store.used_bytes)
+        assert sum(len(_on_device(entry)) for entry in store._stack) <= 2
         assert (store.used_bytes == 0) == (not any(tensor.nbytes for _, tensor, _ in kept))
     assert all(same_bits(handle.take(), tensor) for handle, tensor, _ in reversed(kept))
 
@@ -113,6 +114,69 @@ def test_two_forwards_before_their_backwards_may_run_backward_in_either_order() 
         assert (store.used_bytes, store.device_bytes) == (0, 0)
 
 
+def test_what_was_dropped_in_the_middle_is_not_fetched_and_leaves_the_device() -> None:
+    store = store_of(4096)
+    kept = [store.keep(activation(0, n)) for n in (10, 20, 30, 40)]
+    kept.pop().take()
+    assert store.device_bytes == 2 * 30
+    del kept[1]
+    kept.pop().take()
+    assert store.device_bytes == 2 * 10
+
+
+class CountedCopies:
+    """Counts the copies that nobody has waited for yet, and calls back at a wait."""
+
+    def __init__(self) -> None:
+        self.under_way: set[int] = set()
+        self.num_copies = 0
+        self.at_next_wait: list = []
+
+    def send(self, source: Tensor, staged: Tensor) -> int:
+        self.num_copies += 1
+        self.under_way.add(self.num_copies)
+        staged.copy_(source)
+        return self.num_copies
+
+    def fetch(self, staged: Tensor, sent: int) -> tuple[Tensor, int]:
+        tensor = torch.empty_like(staged)
+        return tensor, self.send(staged, tensor)
+
+    def wait(self, copy: int, tensor: Tensor) -> None:
+        self.under_way.remove(copy)
+        while self.at_next_wait:
+            self.at_next_wait.pop().clear()
+
+    def finish(self) -> None:
+        pass
+
+
+def test_no_device_tensor_is_let_go_of_before_its_copy_was_waited_for() -> None:
+    copies = CountedCopies()
+    store = HostStore(CPU, 4096, copies=copies)
+    kept = [store.keep(activation(i)) for i in range(4)]
+    for i in (1, 3, 2, 0):
+        kept[i].take()
+    kept = [store.keep(activation(i)) for i in range(4)]
+    kept.pop().take()
+    kept.clear()
+    store.leave_device()
+    assert copies.under_way == set()
+
+
+def test_a_collection_in_the_middle_of_a_call_lets_go_of_nothing_too_early() -> None:
+    copies = CountedCopies()
+    store = HostStore(CPU, 4096, copies=copies)
+    lower = [store.keep(activation(0))]
+    store.keep(activation(1)).take()
+    fetched = copies.num_copies
+    store.keep(activation(2))
+    assert fetched in copies.under_way
+    copies.at_next_wait.append(lower)
+    store.leave_device()
+    assert copies.under_way == set() and store.used_bytes == 0
+
+
 def test_an_activation_is_taken_once() -> None:
     store = store_of(4096)
     kept = store.keep(activation(0))
@@ -121,10 +185,13 @@ def test_an_activation_is_taken_once() -> None:
         kept.take()
 
 
-def test_what_is_kept_carries_no_graph_and_comes_back_contiguous() -> None:
+@pytest.mark.parametrize("has_left", [False, True])
+def test_what_is_kept_carries_no_graph_and_comes_back_contiguous(has_left: bool) -> None:
     store = store_of(4096)
     source = (torch.arange(12.0, requires_grad=True) * 2).view(3, 4).t()
-    kept, _ = store.keep(source), store.keep(activation(0))
+    kept = store.keep(source)
+    if has_left:
+        store.leave_device()
     taken = kept.take()
     assert taken.is_contiguous() and taken.grad_fn is None and not taken.requires_grad
     assert torch.equal(taken, source)
@@ -222,8 +289,11 @@ def test_a_refusal_to_page_lock_names_the_field_and_leaves_nothing(before: int) 
 
 
 def test_more_than_the_machine_has_is_refused_before_it_is_mapped() -> None:
+    def never(nbytes: int, *, pin: bool, purpose: str) -> HostSlab:
+        raise AssertionError("nothing is mapped")
+
     with pytest.raises(HostMemoryError, match=r"offloaded activations.*activation_offload='off'"):
-        store_of(2**50)
+        HostStore(CPU, 2**50, allocate=never)
 
 
 def test_the_device_store_keeps_the_tensor_itself() -> None:
