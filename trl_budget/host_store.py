@@ -91,11 +91,15 @@ class HostStore:
         copies: ActivationCopies | None = None,
         allocate: Callable[..., HostSlab] = HostSlab,
     ) -> None:
+        self._stack: list[_Entry] = []
         self._device = _with_index(torch.device(device))
         self._copies = copies or _copies(self._device)
         self._slab = ActivationSlab(pin=self._device.type == "cuda" if pin is None else pin, allocate=allocate)
-        self._stack: list[_Entry] = []
         self.reserve(capacity_bytes)
+
+    def __del__(self) -> None:
+        for entry in self._stack:
+            self._clear(entry)
 
     @property
     def host_bytes(self) -> int:

@@ -114,7 +114,8 @@ _OBSTACLES = (
     ),
     _Obstacle(
         lambda f: f.draws_random_numbers,
-        lambda f: "a forward in training mode draws random numbers, which a layer run again would draw anew",
+        lambda f: "a forward in training mode draws random numbers, of which a tile would draw others",
+        stops_offload=False,
     ),
     _Obstacle(lambda f: f.torch_compile, lambda f: "torch_compile=True compiles the layers whole"),
     _Obstacle(lambda f: f.trial_fault is not None, lambda f: str(f.trial_fault)),

@@ -114,14 +114,21 @@ def test_two_forwards_before_their_backwards_may_run_backward_in_either_order() 
         assert (store.used_bytes, store.device_bytes) == (0, 0)
 
 
-def test_what_was_dropped_in_the_middle_is_not_fetched_and_leaves_the_device() -> None:
+def test_what_is_fetched_is_the_nearest_one_below_that_is_still_wanted() -> None:
     store = store_of(4096)
-    kept = [store.keep(activation(0, n)) for n in (10, 20, 30, 40)]
-    kept.pop().take()
+    kept = {n: store.keep(activation(0, n)) for n in (10, 20, 30, 40)}
+    del kept[20]
+    kept[30].take()
+    assert store.device_bytes == 2 * (40 + 10)
+
+
+def test_what_was_dropped_under_others_leaves_the_device_at_the_next_call() -> None:
+    store = store_of(4096)
+    kept = {n: store.keep(activation(0, n)) for n in (10, 20, 30)}
+    kept[20].take()
+    del kept[10]
+    store.reserve(0)
     assert store.device_bytes == 2 * 30
-    del kept[1]
-    kept.pop().take()
-    assert store.device_bytes == 2 * 10
 
 
 class CountedCopies:
@@ -151,16 +158,18 @@ class CountedCopies:
         pass
 
 
-def test_no_device_tensor_is_let_go_of_before_its_copy_was_waited_for() -> None:
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 3, 1, 0), (1, 3, 2, 0), (0, 1, 2, 3), (3,), (1,), ()], ids=str)
+@pytest.mark.parametrize("end", ["another call", "the store's own"])
+def test_no_device_tensor_is_let_go_of_before_its_copy_was_waited_for(order: tuple[int, ...], end: str) -> None:
     copies = CountedCopies()
     store = HostStore(CPU, 4096, copies=copies)
     kept = [store.keep(activation(i)) for i in range(4)]
-    for i in (1, 3, 2, 0):
+    for i in order:
         kept[i].take()
-    kept = [store.keep(activation(i)) for i in range(4)]
-    kept.pop().take()
     kept.clear()
-    store.leave_device()
+    if end == "another call":
+        store.reserve(0)
+    del store
     assert copies.under_way == set()
 
 

@@ -111,11 +111,11 @@ OBSTACLES = [
     ({"is_split_over_devices": True}, "device map"),
     ({"is_multimodal": True}, "images"),
     ({"router_loss": True}, "router"),
-    ({"draws_random_numbers": True}, "random numbers"),
     ({"torch_compile": True}, "torch_compile"),
     ({"trial_fault": "a layer differs by 0.5"}, "a layer differs by 0.5"),
 ]
 SPLIT_ONLY = [
+    ({"draws_random_numbers": True}, "random numbers"),
     ({"attention": "eager"}, "attn_implementation='eager'"),
     ({"attention": "flash_attention_2"}, "attn_implementation='flash_attention_2'"),
 ]
@@ -140,7 +140,7 @@ def test_what_cannot_run_again_is_refused_where_it_was_asked_for(
 
 
 @pytest.mark.parametrize(("facts", "reason"), SPLIT_ONLY)
-def test_attention_of_another_kind_stops_what_splits_layers_and_not_the_offload(
+def test_what_cannot_run_in_parts_stops_what_splits_layers_and_not_the_offload(
     facts: dict[str, Any], reason: str
 ) -> None:
     resolved = plan(**facts)
