@@ -194,7 +194,7 @@ def resolve_long_context(requested: LongContextFields, facts: LongContextFacts, 
     offload, levers = _resolve(OFFLOAD, requested.activation_offload, levers, candidates, facts, shape)
     candidates = [replace(levers, tile_tokens=AUTO_TILE_TOKENS)]
     tiles, levers = _resolve(TILES, requested.tiled_mlp, levers, candidates, facts, shape)
-    candidates = [replace(levers, num_head_groups=n) for n in _divisors(facts.num_key_value_heads)[1:]]
+    candidates = [replace(levers, num_head_groups=n) for n in _divisors(facts.num_key_value_heads)]
     groups, levers = _resolve(GROUPS, requested.attention_head_groups, levers, candidates, facts, shape)
     return LongContextPlan((offload, tiles, groups), levers)
 
@@ -272,7 +272,7 @@ def _resolve(
         reason = f"memory for {without:,} tokens is free, and the longest row has {longest:,}"
         return ResolvedSetting(name, "off", reason), levers
     rooms = [(tokens_that_fit(facts.free_bytes, 0, shape, candidate), candidate) for candidate in candidates]
-    room, chosen = next((pair for pair in rooms if pair[0] >= longest), rooms[-1] if rooms else (0, levers))
+    room, chosen = next((pair for pair in rooms if pair[0] >= longest), rooms[-1])
     if room <= without:
         reason = f"the longest row has {longest:,} tokens, memory for {without:,} is free, and this would not add any"
         return ResolvedSetting(name, "off", reason), levers

@@ -107,9 +107,19 @@ def test_attentions_backward_holds_one_group_beside_what_all_layers_hold(groups:
     assert moment_bytes(MemoryLevers(True, 2048, groups), ATTENTION) == expected
 
 
+def test_tiles_run_beside_what_attention_left_and_then_beside_its_gradients_alone() -> None:
+    assert moment_bytes(ALL, FINISH) == 20_480 + 12_288 + 16_384 + 128 + 512
+    assert moment_bytes(ALL, PROJECT) == 20_480 + 12_288 + 512
+
+
 def test_with_all_levers_a_token_of_a_layer_is_below_62_kilobytes() -> None:
     layer = [moment for moment in moments(QWEN3_4B, ALL) if moment.moment != HEAD]
     assert max(moment.bytes_per_token for moment in layer) < 62_000
+
+
+def test_the_fullest_moment_comes_first() -> None:
+    assert [moment.moment for moment in moments(QWEN3_4B, ALL)] == [HEAD, ATTENTION, FINISH, PROJECT]
+    assert moments(QWEN3_4B, MemoryLevers(True, 2048))[0].moment == ATTENTION
 
 
 def test_offload_keeps_two_inputs_instead_of_36() -> None:

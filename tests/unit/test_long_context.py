@@ -178,6 +178,10 @@ def test_a_lever_that_would_add_no_tokens_is_left_off() -> None:
     assert "would not add any" in resolved.settings[2].reason
 
 
+def test_a_full_card_turns_nothing_on() -> None:
+    assert plan(free_bytes=0).levers == NONE
+
+
 def test_one_key_value_head_is_not_split() -> None:
     assert plan(num_key_value_heads=1).levers == TILES
 
