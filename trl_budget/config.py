@@ -12,6 +12,12 @@ from typing import Any
 from trl import GRPOConfig
 
 from trl_budget.device_memory import parse_bytes
+from trl_budget.long_context import (
+    ACTIVATION_OFFLOAD,
+    check_activation_offload,
+    check_attention_head_groups,
+    check_tiled_mlp,
+)
 from trl_budget.placement import (
     GRADIENT_PLACEMENTS,
     OPTIMIZER_PLACEMENTS,
@@ -46,6 +52,20 @@ class BudgetGRPOConfig(GRPOConfig):
             padding. "off": padding is trimmed to the longest row of the pass. "stock": padded to the longest row of
             the generation batch. "auto": on for bf16 on CUDA where the model can be packed, else off, with the
             reason printed; "stock" elsewhere, since other shapes round differently.
+        activation_offload: whether the inputs of the layers, which gradient checkpointing keeps, spend the time from
+            forward to backward in host memory. "on": two of them are on the GPU instead of one per layer; costs
+            page-locked host memory (184 KB per token of a pass for a 4B model) and copies both ways, which run beside
+            the layers. Every bit is kept. "auto": where the longest row that the run may make would not fit, for bf16
+            on CUDA. "off": they stay.
+        tiled_mlp: tokens of a tile of the sequence in which a layer runs, but for its attention: memory of the MLP
+            grows with the tile and no longer with the row. 170 KB per token of the tile for a 4B model, and 0.5 GiB in
+            which the weight gradients of a layer are summed over the tiles in fp32; small tiles are small matrices.
+            "auto": 2048 where the longest row does not fit with offload alone, for bf16 on CUDA. "off": a layer runs
+            whole; None is the same.
+        attention_head_groups: in how many groups of key/value heads attention's backward runs, one after the other; a
+            divisor of their number. It holds a group's fp32 gradients at a time: 8 groups take a 4B model from 95 to
+            55 KB per token, with `tiled_mlp` and `activation_offload`. "auto": the fewest with which the longest row
+            fits, where it does not without, for bf16 on CUDA. "off": all heads at once; None is the same.
         reuse_old_logprobs: whether the separate old-log-prob pass that TRL runs with vLLM is skipped. "auto": where
             the update's own forward gives the same log-probs, bit for bit. "require": an error where it does not.
             "off": stock TRL.
@@ -98,6 +118,28 @@ class BudgetGRPOConfig(GRPOConfig):
             "help": "How the rows of a pass lie: 'on' (end to end, varlen attention), 'off' (trimmed to the longest "
             "row of the pass), 'stock' (padded as in TRL), or 'auto' (on for bf16 on CUDA, stock elsewhere).",
             "choices": list(PADDING_FREE),
+        },
+    )
+    activation_offload: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether layer inputs spend the time between forward and backward in host memory: 'on', 'off', or "
+            "'auto' (where the longest row would not fit on the GPU; bf16 on CUDA).",
+            "choices": list(ACTIVATION_OFFLOAD),
+        },
+    )
+    tiled_mlp: int | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Tokens of a tile of the sequence in which a layer, but for its attention, runs: a "
+            "number, 'off' (whole), or 'auto' (where the longest row would not fit on the GPU; bf16 on CUDA).",
+        },
+    )
+    attention_head_groups: int | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Groups of key/value heads in which attention's backward runs, one after the other: a divisor of "
+            "their number, 'off' (all at once), or 'auto' (where the longest row would not fit; bf16 on CUDA).",
         },
     )
     reuse_old_logprobs: str = field(
@@ -158,6 +200,11 @@ class BudgetGRPOConfig(GRPOConfig):
         elif isinstance(budget, str) and budget.lower() == "none":
             self.max_tokens_per_microbatch = None
         check_max_tokens(self.max_tokens_per_microbatch)
+        check_activation_offload(self.activation_offload)
+        self.tiled_mlp = tile = _number_or_word(self.tiled_mlp)
+        check_tiled_mlp(tile)
+        self.attention_head_groups = groups = _number_or_word(self.attention_head_groups)
+        check_attention_head_groups(groups)
         check_padding_free(self.padding_free)
         check_reuse(self.reuse_old_logprobs)
         check_optimizer_sharding(self.optimizer_sharding)
@@ -166,6 +213,16 @@ class BudgetGRPOConfig(GRPOConfig):
         check_choice("verify_weight_sync", self.verify_weight_sync, VERIFY_SYNC)
         if self.device_memory_budget is not None:
             parse_bytes(self.device_memory_budget)
+
+
+def _number_or_word(value: int | str | None) -> int | str:
+    """The value of a field that takes a number or a word: argparse hands both over as strings.
+
+    None stands for "off". Without None in a field's type `HfArgumentParser` would take numbers only.
+    """
+    if value is None:
+        return "off"
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def budget_setting(args: GRPOConfig, name: str) -> Any:

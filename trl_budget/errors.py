@@ -46,3 +46,7 @@ class StalePolicyError(RuntimeError):
 
 class WeightSyncError(RuntimeError):
     """vLLM's weights are not the policy's."""
+
+
+class ActivationGoneError(RuntimeError):
+    """An activation was asked for a second time; backward had taken it and its memory was given back."""

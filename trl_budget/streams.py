@@ -1,8 +1,8 @@
 """Copies between host and device that overlap with host arithmetic.
 
-The only module that issues `non_blocking` copies. Each direction has a stream of its own. Gradients come down through
-page-locked staging, which is touched by the host only after the event behind its last copy. Masters go up as they are
-and are cast on the card. Bit-exact: bytes are moved, casts are torch's.
+With its sibling `activation_streams.py` the only module that issues `non_blocking` copies. Each direction has a stream
+of its own. Gradients come down through page-locked staging, which is touched by the host only after the event behind
+its last copy. Masters go up as they are and are cast on the card. Bit-exact: bytes are moved, casts are torch's.
 """
 
 from __future__ import annotations

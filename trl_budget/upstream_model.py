@@ -160,6 +160,7 @@ def model_shape(trainer: Any) -> ModelShape:
         vocabulary=config.vocab_size,
         element_bytes=2 if trainer.args.bf16 else 4,
         checkpoints=bool(trainer.args.gradient_checkpointing),
+        head_dim=head_dim,
     )
 
 
