@@ -63,8 +63,8 @@ class BudgetGRPOConfig(GRPOConfig):
             in full on bf16 or fp16 weights, and vLLM's tensors fit; else weights are copied, with the reason printed.
         verify_weight_sync: "first" compares vLLM's weights with the policy's, bit for bit, after the first sync,
             "always" after every sync, "off" never. A difference is an error that names the first tensor.
-        lm_head_chunk_size: how many vocabulary entries TRL's fused LM head takes at a time. It makes its logits tile by
-            tile, in forward and again in backward, and holds one: `min(tokens of the loss in the pass, 4096) *
+        lm_head_chunk_size: how many vocabulary entries TRL's fused LM head takes at a time. Its logits are made tile
+            by tile, in forward and again in backward, and one is held: `min(tokens of the loss in the pass, 4096) *
             lm_head_chunk_size * 2` bytes in bf16, so 256 MiB with TRL's 32,768 and 64 MiB with 8,192, whatever the
             length of the rows; twice that under `cast_lm_head_to_fp32`. The fp32 gradients of its hidden states (4
             bytes per token and hidden unit) and of its weights (4 bytes each, where trained) stay. Log-probs and
