@@ -57,7 +57,7 @@ FIT_SHARE = 0.95
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures; `lengths` and `repeats` as in the command line, workload W with `scale`."""
+    """What one process measures, as in the command line."""
 
     mode: str
     shape: str
@@ -109,10 +109,10 @@ def run_job(job: Job, keep: Any) -> dict[str, Any]:
     clock = LengthClock(times, labels, job.repeats, keep_rows)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(job, folder, clock)
-        figures["construction_seconds"] = time.perf_counter() - began
-        figures["settings"] = {s.name: s.value for s in vars(trainer).get("resolved_settings", [])}
         try:
+            trainer = build_trainer(job, folder, clock)
+            figures["construction_seconds"] = time.perf_counter() - began
+            figures["settings"] = {s.name: s.value for s in vars(trainer).get("resolved_settings", [])}
             trainer.train()
         except Exception as error:
             if not is_out_of_memory(error):
@@ -232,8 +232,7 @@ def fit(args: argparse.Namespace) -> None:
             entry: dict[str, Any] = {"budget_gib": gib, "predicted_tokens": predicted, "rows": []}
             length = int(FIT_SHARE * (predicted or 0)) // 256 * 256
             if args.budget is not None and length > 0:
-                run = dataclasses.replace(job, lengths=[length], budget=f"{gib}GiB")
-                entry |= run_alone(run, args.limit)
+                entry |= run_alone(dataclasses.replace(job, lengths=[length], budget=f"{gib}GiB"), args.limit)
             write(args, key_of(job, card), entry)
 
 

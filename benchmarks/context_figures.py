@@ -120,14 +120,14 @@ def line_of(rows: list[Row]) -> dict[str, float]:
 def longest_row(figures: dict[str, Any], card_gib: float) -> int | None:
     """Tokens of the longest row that a card holds, by a mode's line; None where the mode has none, 0 where none fits.
 
-    What the card holds beside torch's tensors (contexts, and what torch keeps unused) counts as in the longest row
-    that ran.
+    What the card holds outside torch (contexts) counts as in the longest row that ran; what torch keeps unused does
+    not, since it gives that back before it runs out.
     """
     if "slope_gib_per_1000_tokens" not in figures:
         return None
     longest = [row for row in figures["rows"] if "error" not in row][-1]
-    beside = longest["card_gib"] - longest["peak_allocated_gib"]
-    room = card_gib - beside - figures["intercept_gib"]
+    outside_torch = max(0.0, longest["card_gib"] - longest["peak_reserved_gib"])
+    room = card_gib - outside_torch - figures["intercept_gib"]
     return max(0, int(1000 * room / figures["slope_gib_per_1000_tokens"]))
 
 

@@ -27,7 +27,9 @@ SHOWN = ("stock_full_bf16", "stock_lora", "ours_full", "ours_full_all", "ours_lo
 
 
 def draw(modes: dict[str, Any], names: list[str], title: str = "Peak of a training pass") -> Figure:
-    """Length on the x axis, peak of torch's tensors on the y axis; a cross where a length did not fit.
+    """Length on the x axis, peak of torch's tensors on the y axis.
+
+    A cross stands where a length did not fit, a star where one ran within a card's budget, at the card's whole use.
 
     Args:
         modes: of the result file.
@@ -45,17 +47,29 @@ def draw(modes: dict[str, Any], names: list[str], title: str = "Peak of a traini
         for row in (row for row in rows if "error" in row and fitting):
             axes.plot([tokens[-1], row["tokens"]], [peaks[-1], row["card_gib"]], ":", color=colour, marker="")
             axes.plot([row["tokens"]], [row["card_gib"]], "x", color=colour, markersize=9)
-            axes.annotate(row["error"], (row["tokens"], row["card_gib"]), fontsize=8, ha="center", va="bottom")
+            axes.annotate(f"{row['error']} ", (row["tokens"], row["card_gib"]), fontsize=8, ha="right", va="bottom")
+        for row in _within_cards(modes, name):
+            axes.plot(
+                [row["tokens"]], [row["card_gib"]], "*", color=colour, markersize=12, label="within a card's budget"
+            )
     for card, gib in CARDS.items():
         axes.axhline(gib, color="0.5", linewidth=1, linestyle=(0, (4, 4)))
         axes.text(1.0, gib, f"{card} GB", transform=axes.get_yaxis_transform(), ha="right", va="bottom", color="0.35")
     axes.set(title=title, xlabel="tokens of a row", ylabel="peak, GiB", ylim=(0, None))
     axes.set_xlim(0, None)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value else "0")
-    axes.set_xticks([row["tokens"] for row in max((modes[n]["rows"] for n in names if n in modes), key=len)][1:])
+    measured = {row["tokens"] for name in names for row in modes.get(name, {"rows": []})["rows"]}
+    axes.set_xticks(sorted(measured)[1:])  # the two shortest lie too near to each other
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9, loc="upper left")
+    labels = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))  # each label once
+    axes.legend(labels.values(), labels.keys(), fontsize=9, loc="upper left")
     return figure
+
+
+def _within_cards(modes: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The rows of a mode that ran within a card's budget, by the card's whole use."""
+    runs = (figures["rows"] for key, figures in modes.items() if key.startswith(f"{name}/card="))
+    return [row for rows in runs for row in rows if "error" not in row and row["card_gib"] is not None]
 
 
 def main() -> None:
