@@ -20,13 +20,14 @@ from pathlib import Path
 import reasoning_gym
 import torch
 from _curves import finish_run, record_run
-from qwen3_4b_one_gpu import MAX_PROMPT_LENGTH, SHAPES, TASK, chat_prompts, random_model
+from qwen3_4b_one_gpu import SHAPES, TASK, chat_prompts, random_model
 from reasoning_smollm2_135m import NUM_PROBLEMS, verifier_reward
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 
 MODEL = "Qwen/Qwen3-4B-Thinking-2507"
 MAX_POSITIONS = 262_144
+MAX_PROMPT_LENGTH = 1024
 TASK_OPTIONS = {"min_terms": 20, "max_terms": 40, "min_digits": 3, "max_digits": 6}
 NUM_GENERATIONS = 8
 

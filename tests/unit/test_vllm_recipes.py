@@ -67,7 +67,7 @@ def long_arguments(card: int, *words: str) -> Namespace:
 def test_a_row_of_a_card_is_one_context_and_one_pass(card: int, row_length: int) -> None:
     config = long_context.build_config(long_arguments(card))
     assert config.vllm_max_model_length == row_length
-    assert config.max_completion_length == row_length - one_gpu.MAX_PROMPT_LENGTH
+    assert config.max_completion_length == row_length - 1024
     assert config.max_tokens_per_microbatch == row_length
     assert 0.9 * card * 2**30 < parse_bytes(config.device_memory_budget) < card * 2**30
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 16
@@ -76,7 +76,7 @@ def test_a_row_of_a_card_is_one_context_and_one_pass(card: int, row_length: int)
 @needs_levers
 def test_the_row_length_is_an_argument() -> None:
     config = long_context.build_config(long_arguments(16, "--row-length", "8192"))
-    assert (config.vllm_max_model_length, config.max_completion_length) == (8192, 8192 - one_gpu.MAX_PROMPT_LENGTH)
+    assert (config.vllm_max_model_length, config.max_completion_length) == (8192, 8192 - 1024)
 
 
 @pytest.mark.parametrize("card", list(long_context.CARDS))
@@ -87,10 +87,17 @@ def test_the_cache_of_each_card_holds_its_longest_row_beside_the_weights(card: i
     assert engine_bytes - 2 * 4.02e9 - 2**30 > token_bytes * settings["row_length"]
 
 
-@pytest.mark.parametrize("words", [("--row-length", "512"), ("--row-length", "300000"), ("--completions", "12")])
+@pytest.mark.parametrize("words", [("--row-length", "1024"), ("--row-length", "300000"), ("--completions", "12")])
 def test_a_row_without_a_completion_or_without_a_position_is_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit):
         long_arguments(24, *words)
+
+
+def test_the_longest_problem_fits_its_part_of_the_row_even_at_a_token_per_byte() -> None:
+    options = {**long_context.TASK_OPTIONS, "min_terms": 40, "min_digits": 6}
+    problems = long_context.reasoning_gym.create_dataset(long_context.TASK, size=50, seed=0, **options)
+    prompts = [one_gpu.SYSTEM_PROMPT + problem["question"] + one_gpu.CHAT_TEMPLATE for problem in problems]
+    assert max(map(len, prompts)) < long_context.MAX_PROMPT_LENGTH
 
 
 def test_random_weights_of_a_shape_have_a_position_for_every_token(tmp_path: Path) -> None:
