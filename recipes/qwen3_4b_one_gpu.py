@@ -74,20 +74,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def random_model(folder: Path, shape: str) -> Path:
+def random_model(folder: Path, shape: str, max_positions: int = 8192) -> Path:
     """A folder with random bf16 weights and a tokenizer of one token per byte.
 
     Args:
         folder: Where the model is kept; made on first use.
         shape: Key of `SHAPES`.
+        max_positions: Longest row in tokens.
     """
-    path = folder / f"{shape}-random"
+    path = folder / f"{shape}-random-{max_positions}"
     if path.exists():
         return path
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = Qwen3Config(**SHAPES[shape], **special, tie_word_embeddings=True, max_position_embeddings=8192)
+    config = Qwen3Config(**SHAPES[shape], **special, tie_word_embeddings=True, max_position_embeddings=max_positions)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     unfinished = path.with_name(path.name + ".unfinished")

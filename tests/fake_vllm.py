@@ -95,6 +95,7 @@ class FakeLLM:
         events: ("sleep" | "wake weights" | "wake kv_cache" | "load" | "generate" | "reset", what `watch` returned).
         watch: called at each event.
         fails: event, or "slept" for the end of a sleep -> error to raise the next time.
+        cache: blocks of the KV cache and the tokens of each.
         mapped: what holds memory; more than is awake after a wake has failed.
     """
 
@@ -102,6 +103,7 @@ class FakeLLM:
     watch: Callable[[], Any] = lambda: None
     events: list[tuple[str, Any]] = field(default_factory=list)
     fails: dict[str, BaseException] = field(default_factory=dict)
+    cache: tuple[int, int] = (64, 16)
     mapped: set[str] = field(default_factory=lambda: {"weights", "kv_cache"})
 
     def __post_init__(self) -> None:
@@ -134,6 +136,9 @@ class FakeLLM:
         self.llm_engine = SimpleNamespace(
             model_executor=executor,
             model_config=config,
+            vllm_config=SimpleNamespace(
+                cache_config=SimpleNamespace(num_gpu_blocks=self.cache[0], block_size=self.cache[1])
+            ),
             output_processor=SimpleNamespace(request_states=self.requests),
             abort_request=lambda ids, internal: [self.requests.pop(i) for i in ids],
         )

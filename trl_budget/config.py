@@ -26,7 +26,7 @@ from trl_budget.placement import (
 )
 from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
 from trl_budget.rollout_policy import PARK_POLICY, SHARE_WEIGHTS, VERIFY_SYNC, check_choice
-from trl_budget.row_layout import PADDING_FREE, check_max_tokens, check_padding_free
+from trl_budget.row_layout import PADDING_FREE, check_lm_head_chunk_size, check_max_tokens, check_padding_free
 from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding
 
 
@@ -83,6 +83,12 @@ class BudgetGRPOConfig(GRPOConfig):
             in full on bf16 or fp16 weights, and vLLM's tensors fit; else weights are copied, with the reason printed.
         verify_weight_sync: "first" compares vLLM's weights with the policy's, bit for bit, after the first sync,
             "always" after every sync, "off" never. A difference is an error that names the first tensor.
+        lm_head_chunk_size: how many vocabulary entries TRL's fused LM head takes at a time. Its logits are made tile
+            by tile, in forward and again in backward, and one is held: `min(tokens of the loss in the pass, 4096) *
+            lm_head_chunk_size * 2` bytes in bf16, so 256 MiB with TRL's 32,768 and 64 MiB with 8,192, whatever the
+            length of the rows; twice that under `cast_lm_head_to_fp32`. The fp32 gradients of its hidden states (4
+            bytes per token and hidden unit) and of its weights (4 bytes each, where trained) stay. Log-probs and
+            gradients change by the rounding of fp32 sums over the tiles. None: TRL's own.
         device_memory_budget: train as if the card had this much memory, vLLM included: "16GiB" or bytes.
             `vllm_gpu_memory_utilization` is then a share of it. None: the whole card. No effect without CUDA.
     """
@@ -183,6 +189,13 @@ class BudgetGRPOConfig(GRPOConfig):
             "choices": list(VERIFY_SYNC),
         },
     )
+    lm_head_chunk_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many vocabulary entries TRL's fused LM head takes at a time: a tile of logits holds 4096 "
+            "tokens times this many, 2 bytes each. None: TRL's own 32768, 256 MiB."
+        },
+    )
     device_memory_budget: str | None = field(
         default=None,
         metadata={
@@ -211,6 +224,7 @@ class BudgetGRPOConfig(GRPOConfig):
         check_choice("park_policy_during_rollout", self.park_policy_during_rollout, PARK_POLICY)
         check_choice("share_vllm_weights", self.share_vllm_weights, SHARE_WEIGHTS)
         check_choice("verify_weight_sync", self.verify_weight_sync, VERIFY_SYNC)
+        check_lm_head_chunk_size(self.lm_head_chunk_size)
         if self.device_memory_budget is not None:
             parse_bytes(self.device_memory_budget)
 

@@ -19,6 +19,7 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from trl_budget import upstream_vllm
 from trl_budget.residency import Phase, release_cached_memory
+from trl_budget.sequence_length import check_context, check_prompts, longest_completion, refused_cache
 
 
 class Card(Protocol):
@@ -69,6 +70,7 @@ class ColocatedGeneration(VLLMGeneration):
         self._has_current_weights = True  # the checkpoint that the policy was loaded from, until the first sync
         self._is_mapped_in_part = False
         self._num_sessions = 0
+        self._has_generated = False  # in this session: later prompts are conversations that go on
         super().__init__(**arguments, enable_sleep_mode=False)
 
     def _init_vllm(self) -> None:
@@ -79,8 +81,11 @@ class ColocatedGeneration(VLLMGeneration):
             self._settings.start()
             self._set_environment()
             self.llm = build(**self._engine_arguments())
-        except BaseException:
+        except BaseException as error:
             self._card.enter(Phase.SCORE)  # the models may be the user's, who may try again with them
+            refusal = upstream_vllm.cache_refusal(error)
+            if refusal is not None:
+                raise refused_cache(refusal, self._longest_completion) from error
             raise
         if self._settings.sleeps and upstream_vllm.has_sleep_backends():
             upstream_vllm.choose_sleep_backend(self.llm)
@@ -88,6 +93,8 @@ class ColocatedGeneration(VLLMGeneration):
             self._shares_weights = self._settings.adopt(self.llm)
         finally:
             self.close()
+        self._room = upstream_vllm.sequence_room(self.llm)
+        check_context(self._room, self._longest_completion)
         self.accelerator.wait_for_everyone()
 
     def _set_environment(self) -> None:
@@ -134,6 +141,7 @@ class ColocatedGeneration(VLLMGeneration):
         finally:
             self._num_sessions -= 1
             if self._num_sessions == 0:
+                self._has_generated = False
                 self.close()
 
     def open(self) -> None:
@@ -189,11 +197,22 @@ class ColocatedGeneration(VLLMGeneration):
         for name, weight in self._settings.weights():
             yield self._fix_param_name_to_vllm(name), weight
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As TRL 1.16; wakes the engine and leaves it awake until the session ends, if there is one."""
+    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As TRL 1.16; wakes the engine and leaves it awake until the session ends, if there is one.
+
+        Raises:
+            SettingsError: a prompt leaves no room for a completion of full length; in later turns of a conversation,
+                whose end TRL lets vLLM cut, for a single token.
+        """
         with self.session():
+            check_prompts(prompts, self._room, 1 if self._has_generated else self._longest_completion)
+            self._has_generated = True
             self.open()
-            return super().generate(*args, **kwargs)
+            return super().generate(prompts, *args, **kwargs)
+
+    @property
+    def _longest_completion(self) -> int:
+        return longest_completion(self.max_completion_length, self.generation_kwargs)
 
     def _take_card(self) -> None:
         if self._settings.sleeps:

@@ -198,6 +198,20 @@ def check_max_tokens(requested: int | str | None) -> None:
         )
 
 
+def check_lm_head_chunk_size(requested: int | None) -> None:
+    """Refuses anything but a positive number of vocabulary entries and None.
+
+    Raises:
+        SettingsError: names the value.
+    """
+    is_number = isinstance(requested, int) and not isinstance(requested, bool) and requested > 0
+    if requested is not None and not is_number:
+        raise SettingsError(
+            f"lm_head_chunk_size={requested!r} is no number of vocabulary entries. The LM head takes at least one at "
+            "a time. Set lm_head_chunk_size to a positive number such as 8192, or to None for TRL's own 32768."
+        )
+
+
 def regrouping(facts: LayoutFacts) -> tuple[str, str]:
     """What may be done to stock's micro-batches, and why not more."""
     stock = _stock_reason(facts)

@@ -36,6 +36,7 @@ from trl_budget.row_layout import (
     resolve_max_tokens,
 )
 from trl_budget.scoring import RatioSettings, SamplingStatistics, importance_sampling_ratio
+from trl_budget.upstream import lm_head_chunks
 
 
 class TokenBudgetTrainer(GRPOTrainer):
@@ -129,7 +130,8 @@ class TokenBudgetTrainer(GRPOTrainer):
         rows_model = model if layout == STOCK else RowsModel(model, logits_to_keep, is_packed=layout == PACKED)
 
         def score(ids: Tensor, mask: Tensor, rows: int | None = None, **images: Any) -> Any:
-            return stock(rows_model, ids, mask, logits_to_keep, rows, compute_entropy, compute_aux_loss, **images)
+            with lm_head_chunks(budget_setting(self.args, "lm_head_chunk_size")):
+                return stock(rows_model, ids, mask, logits_to_keep, rows, compute_entropy, compute_aux_loss, **images)
 
         has_images = any(value is not None for value in forward_kwargs.values())
         is_free = not torch.is_grad_enabled() and not has_images and not compute_aux_loss

@@ -11,11 +11,15 @@ import functools
 import inspect
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.utils.serialization.config as serialization_config
+import trl.trainer.utils as trl_utils
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -61,6 +65,7 @@ _TORCH_SEAMS = (
     (torch.distributed.ProcessGroup, "_device_types"),
     (torch.distributed.distributed_c10d, "_get_default_group"),
 )
+LM_HEAD_CHUNK_SIZE = "_CHUNKED_LOGPROB_CHUNK_SIZE"
 
 
 @functools.cache
@@ -74,6 +79,8 @@ def check_seams() -> None:
     moved += [f"torch has no {name}" for owner, name in _TORCH_SEAMS if not hasattr(owner, name)]
     if "optimizer_cls_and_kwargs" not in inspect.signature(Trainer.__init__).parameters:
         moved.append("Trainer.__init__ takes no optimizer_cls_and_kwargs")
+    if not _reads_global(trl_utils.add_fused_lm_head.__code__, LM_HEAD_CHUNK_SIZE):
+        moved.append(f"trl.trainer.utils.add_fused_lm_head reads no {LM_HEAD_CHUNK_SIZE}")
     if moved:
         installed = ", ".join(f"{name} {version(name)}" for name in TESTED_VERSIONS)
         tested = ", ".join(f"{name} {tested}" for name, tested in TESTED_VERSIONS.items())
@@ -89,6 +96,33 @@ def _moved(owner: type, method: str, needed: tuple[str, ...]) -> str | None:
         return f"{owner.__name__}.{method} does not exist"
     missing = [name for name in needed if name not in inspect.signature(function).parameters]
     return f"{owner.__name__}.{method} takes no {', '.join(missing)}" if missing else None
+
+
+def _reads_global(code: CodeType, name: str) -> bool:
+    """Whether a function, or one that it defines, looks up a global of this name."""
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return name in code.co_names or any(_reads_global(inner, name) for inner in nested)
+
+
+@contextmanager
+def lm_head_chunks(chunk_size: int | None) -> Iterator[None]:
+    """TRL's fused LM head takes `chunk_size` vocabulary entries at a time in the forwards inside, and their backwards.
+
+    TRL 1.16 has no argument for it: its forward reads a constant of `trl.trainer.utils` and keeps it for the backward.
+    The constant is TRL's own again when the block ends, so other models of the process never see another one.
+
+    Args:
+        chunk_size: vocabulary entries; None leaves TRL's.
+    """
+    if chunk_size is None:
+        yield
+        return
+    original = getattr(trl_utils, LM_HEAD_CHUNK_SIZE)
+    setattr(trl_utils, LM_HEAD_CHUNK_SIZE, chunk_size)
+    try:
+        yield
+    finally:
+        setattr(trl_utils, LM_HEAD_CHUNK_SIZE, original)
 
 
 def check_model(model: Any, args: GRPOConfig | None, *, is_adapter: bool, quantization_config: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
 from trl_budget.errors import UpstreamMovedError
+from trl_budget.sequence_length import CacheRefusal, SequenceRoom
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,32 @@ def abort_requests(llm: Any) -> None:
     engine = _reach(llm, "llm_engine")
     if left := list(_reach(engine, "output_processor", "request_states")):
         engine.abort_request(left, internal=True)
+
+
+def sequence_room(llm: Any) -> SequenceRoom:
+    """How long one sequence of an engine that has started may become."""
+    engine = _reach(llm, "llm_engine")
+    cache = _reach(engine, "vllm_config", "cache_config")
+    cache_tokens = getattr(cache, "kv_cache_size_tokens", None)  # 0.26 and later; counts groups of layers
+    if not cache_tokens:
+        cache_tokens = (_reach(cache, "num_gpu_blocks") or 0) * _reach(cache, "block_size")
+    return SequenceRoom(_reach(engine, "model_config", "max_model_len"), cache_tokens or None)
+
+
+def cache_refusal(error: BaseException) -> CacheRefusal | None:
+    """What vLLM says where its KV cache would not hold one sequence; None for any other error."""
+    text = str(error)
+    if not isinstance(error, ValueError):
+        return None
+    if text.startswith("No available memory for the cache blocks"):
+        return CacheRefusal()
+    found = re.search(r"max seq len \((\d+)\), \(?([\d.]+) GiB .*?memory \(([\d.]+) GiB\)", text, re.DOTALL)
+    if found is None:
+        return None
+    fitting = re.search(r"estimated maximum model length is (\d+)", text)
+    return CacheRefusal(
+        int(found[1]), float(found[2]), float(found[3]), int(fitting[1]) if fitting is not None else None
+    )
 
 
 def quantization(model: nn.Module) -> str | None:

@@ -37,3 +37,17 @@ def test_a_missing_method_and_a_lost_parameter_are_named_with_the_tested_version
     assert "kept" not in message
     assert f"trl {version('trl')}" in message
     assert upstream.TESTED_VERSIONS["transformers"] in message
+
+
+def test_a_fused_head_that_reads_its_chunk_size_elsewhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_fused_lm_head(model: object) -> None:
+        def forward() -> object:
+            return model
+
+        forward()
+
+    monkeypatch.setattr(upstream.trl_utils, "add_fused_lm_head", add_fused_lm_head)
+    upstream.check_seams.cache_clear()
+    with pytest.raises(UpstreamMovedError, match="add_fused_lm_head reads no _CHUNKED_LOGPROB_CHUNK_SIZE"):
+        upstream.check_seams()
+    upstream.check_seams.cache_clear()
