@@ -32,10 +32,10 @@ RESIDENT = {**STOCK_ENGINE, **COPYING, "park_policy_during_rollout": "off"}
 STOCK_PASSES = {"padding_free": "stock", "max_tokens_per_microbatch": None, "reuse_old_logprobs": "off"}
 CARD_24 = {
     "device_memory_budget": "24GiB",
-    "vllm_gpu_memory_utilization": 0.85,
-    "max_tokens_per_microbatch": 16_384,
+    "vllm_gpu_memory_utilization": 0.92,
+    "max_tokens_per_microbatch": 24_576,
 }
-CARD_16 = {"device_memory_budget": "16GiB", "vllm_gpu_memory_utilization": 0.8, "max_tokens_per_microbatch": 6144}
+CARD_16 = {"device_memory_budget": "16GiB", "vllm_gpu_memory_utilization": 0.9, "max_tokens_per_microbatch": 8192}
 MODES = {
     "stock": Mode("stock TRL: fp32 parameters under bf16 autocast, sleep mode, uncapped", STOCK_ENGINE, is_ours=False),
     "ours_24gib": Mode("every lever's default, the card capped at 24 GiB", CARD_24),
