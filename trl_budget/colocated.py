@@ -36,7 +36,7 @@ from trl_budget.placement import ResolvedSetting
 from trl_budget.residency import Phase
 from trl_budget.rollout import ColocatedGeneration, EngineSettings
 from trl_budget.rollout_policy import RolloutFacts, RolloutPlan, copied_instead, resolve_rollout
-from trl_budget.sequence_length import SequenceRoom, check_context, longest_completion
+from trl_budget.sequence_length import SequenceRoom, longest_completion, notice_of_cut_completions
 from trl_budget.shared_weights import cpu_state_dict
 from trl_budget.sync_reference import keep_reference_present
 from trl_budget.token_budget import TokenBudgetTrainer
@@ -90,7 +90,8 @@ class ColocatedTrainer(TokenBudgetTrainer):
         if self._starts_engine:
             if args.vllm_max_model_length is not None:
                 longest = longest_completion(args.max_completion_length, args.generation_kwargs)
-                check_context(SequenceRoom(args.vllm_max_model_length), longest)
+                if notice := notice_of_cut_completions(1, SequenceRoom(args.vllm_max_model_length), longest):
+                    logger.warning(notice)
             upstream_vllm.check_generation_seam()
             upstream_vllm.check_sampling_mode(args)
 

@@ -7,6 +7,7 @@ leaves has left before the other comes. vLLM sleeps once, after the last generat
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,15 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from trl_budget import upstream_vllm
 from trl_budget.residency import Phase, release_cached_memory
-from trl_budget.sequence_length import check_context, check_prompts, longest_completion, refused_cache
+from trl_budget.sequence_length import (
+    check_cache,
+    check_prompts,
+    longest_completion,
+    notice_of_cut_completions,
+    refused_cache,
+)
+
+logger = logging.getLogger(__name__)
 
 
 class Card(Protocol):
@@ -70,7 +79,7 @@ class ColocatedGeneration(VLLMGeneration):
         self._has_current_weights = True  # the checkpoint that the policy was loaded from, until the first sync
         self._is_mapped_in_part = False
         self._num_sessions = 0
-        self._has_generated = False  # in this session: later prompts are conversations that go on
+        self._has_told_of_cuts = False
         super().__init__(**arguments, enable_sleep_mode=False)
 
     def _init_vllm(self) -> None:
@@ -94,7 +103,7 @@ class ColocatedGeneration(VLLMGeneration):
         finally:
             self.close()
         self._room = upstream_vllm.sequence_room(self.llm)
-        check_context(self._room, self._longest_completion)
+        check_cache(self._room, self._longest_completion)
         self.accelerator.wait_for_everyone()
 
     def _set_environment(self) -> None:
@@ -141,7 +150,6 @@ class ColocatedGeneration(VLLMGeneration):
         finally:
             self._num_sessions -= 1
             if self._num_sessions == 0:
-                self._has_generated = False
                 self.close()
 
     def open(self) -> None:
@@ -201,14 +209,20 @@ class ColocatedGeneration(VLLMGeneration):
         """As TRL 1.16; wakes the engine and leaves it awake until the session ends, if there is one.
 
         Raises:
-            SettingsError: a prompt leaves no room for a completion of full length; in later turns of a conversation,
-                whose end TRL lets vLLM cut, for a single token.
+            SettingsError: a prompt that vLLM cannot hold, before any is generated.
         """
         with self.session():
-            check_prompts(prompts, self._room, 1 if self._has_generated else self._longest_completion)
-            self._has_generated = True
+            check_prompts(prompts, self._room)
+            self._tell_of_cuts(prompts)
             self.open()
             return super().generate(prompts, *args, **kwargs)
+
+    def _tell_of_cuts(self, prompts: list[list[int]]) -> None:
+        """Once: a conversation may end in the cut that TRL leaves to vLLM, turn after turn."""
+        notice = notice_of_cut_completions(max(map(len, prompts), default=1), self._room, self._longest_completion)
+        if notice is not None and not self._has_told_of_cuts:
+            self._has_told_of_cuts = True
+            logger.warning(notice)
 
     @property
     def _longest_completion(self) -> int:

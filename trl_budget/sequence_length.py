@@ -57,25 +57,17 @@ def longest_completion(max_completion_length: int | None, generation_kwargs: Map
     return int(wanted)
 
 
-def check_context(room: SequenceRoom, max_completion_length: int) -> None:
-    """Refuses completions that an engine cannot hold, not even after a prompt of one token.
+def check_cache(room: SequenceRoom, max_completion_length: int) -> None:
+    """Refuses a KV cache in which no completion could end, not even after a prompt of one token.
 
     Args:
-        room: of the engine, or what is to become it.
+        room: of the engine.
         max_completion_length: tokens.
 
     Raises:
-        SettingsError: `vllm_max_model_length` is too short.
         DeviceMemoryError: the KV cache is too small.
     """
-    if max_completion_length >= room.model_tokens:
-        raise SettingsError(
-            f"max_completion_length={max_completion_length} and a prompt of one token do not fit into vLLM's context "
-            f"of {room.model_tokens} tokens. vLLM would cut every completion short, and no completion would be as "
-            f"long as it may be. Set vllm_max_model_length to at least {max_completion_length + 1} and the tokens of "
-            f"the longest prompt, or max_completion_length to less than {room.model_tokens}."
-        )
-    if max_completion_length >= room.tokens:
+    if room.tokens < room.model_tokens and max_completion_length >= room.tokens:
         raise DeviceMemoryError(
             f"vLLM's KV cache holds {room.cache_tokens} tokens, and max_completion_length={max_completion_length} and "
             "a prompt of one token need one more than it has. One sequence would not fit, so that no completion could "
@@ -83,36 +75,58 @@ def check_context(room: SequenceRoom, max_completion_length: int) -> None:
         )
 
 
-def check_prompts(prompts: Sequence[Sized], room: SequenceRoom, max_completion_length: int) -> None:
-    """Refuses prompts after which a completion of full length has no room, before any is generated.
+def check_prompts(prompts: Sequence[Sized], room: SequenceRoom) -> None:
+    """Refuses prompts after which not one token has room, before any is generated.
 
     Args:
         prompts: token ids, one sequence per prompt.
         room: of the engine.
-        max_completion_length: tokens; 1 where a conversation goes on and vLLM may cut its last turn.
 
     Raises:
         SettingsError: names the first such prompt, and how many there are.
     """
-    limit = room.tokens - max_completion_length
-    too_long = [index for index, prompt in enumerate(prompts) if len(prompt) > limit]
+    too_long = [index for index, prompt in enumerate(prompts) if len(prompt) >= room.tokens]
     if not too_long:
         return
     longest = max(len(prompts[index]) for index in too_long)
-    holder = "context (vllm_max_model_length)" if room.tokens == room.model_tokens else "KV cache"
-    widen = (
-        f"vllm_max_model_length={longest + max_completion_length}"
-        if room.tokens == room.model_tokens
-        else "vllm_gpu_memory_utilization higher"
-    )
-    shorten = f", max_completion_length={room.tokens - longest}" if room.tokens > longest else ""
     raise SettingsError(
-        f"Prompt {too_long[0]} of {len(prompts)} has {len(prompts[too_long[0]])} tokens, and {limit} are left for it: "
-        f"vLLM's {holder} has {room.tokens} tokens, of which a completion may take {max_completion_length} "
-        f"({len(too_long)} prompts are too long, the longest has {longest} tokens). vLLM would cut their completions "
-        f"short, or fail in the middle of the batch. Set {widen}{shorten}, or leave prompts of more than {limit} "
-        "tokens out of the data set."
+        f"Prompt {too_long[0]} of {len(prompts)} has {len(prompts[too_long[0]])} tokens, and vLLM's {_holder(room)} "
+        f"has {room.tokens}, of which a completion takes one at least ({len(too_long)} prompts are too long, the "
+        f"longest has {longest} tokens). vLLM would fail in the middle of the batch. Set {_wider(room, longest + 1)} "
+        f"or more, or leave prompts of {room.tokens} tokens and more out of the data set."
     )
+
+
+def notice_of_cut_completions(
+    longest_prompt_tokens: int, room: SequenceRoom, max_completion_length: int
+) -> str | None:
+    """What to tell a user whose completions cannot all become as long as asked for; None where they can.
+
+    Not an error: stock TRL trains on what vLLM has cut, and says nothing.
+
+    Args:
+        longest_prompt_tokens: of the prompts, 1 before they are known.
+        room: of the engine, or what is to become it.
+        max_completion_length: tokens.
+    """
+    left = room.tokens - longest_prompt_tokens
+    if left >= max_completion_length:
+        return None
+    return (
+        f"vLLM cuts completions short: its {_holder(room)} has {room.tokens} tokens, which leaves {max(left, 0)} "
+        f"after a prompt of {longest_prompt_tokens}, and max_completion_length is {max_completion_length}. Set "
+        f"{_wider(room, longest_prompt_tokens + max_completion_length)} or more to let them end by themselves."
+    )
+
+
+def _holder(room: SequenceRoom) -> str:
+    return "context (vllm_max_model_length)" if room.tokens == room.model_tokens else "KV cache"
+
+
+def _wider(room: SequenceRoom, tokens: int) -> str:
+    if room.tokens == room.model_tokens:
+        return f"vllm_max_model_length={tokens}"
+    return f"vllm_gpu_memory_utilization higher, for a cache of {tokens} tokens"
 
 
 def refused_cache(refusal: CacheRefusal, max_completion_length: int) -> DeviceMemoryError:

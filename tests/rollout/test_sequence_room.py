@@ -18,9 +18,12 @@ from test_handover import HandoverTrainer, _engine, build, events, folder  # noq
 from trl_budget.errors import DeviceMemoryError, SettingsError
 
 
-def test_completions_that_fill_the_context_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="max_completion_length=64 and a prompt of one token"):
+def test_completions_that_cannot_become_as_long_as_asked_for_are_told_of_before_anything_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(OSError, match="no such model"):
         build(str(tmp_path / "no such model"), tmp_path, max_completion_length=64)
+    assert "leaves 63 after a prompt of 1, and max_completion_length is 64" in caplog.text
 
 
 def test_a_cache_that_holds_no_row_is_refused_when_the_engine_has_started(folder: str, tmp_path: Path) -> None:  # noqa: F811
@@ -47,35 +50,26 @@ def test_an_engine_without_room_for_its_cache_is_refused_in_our_words(folder: st
 
 
 def test_a_prompt_that_is_too_long_is_named_before_any_is_generated(folder: str, tmp_path: Path) -> None:  # noqa: F811
-    trainer = build(
-        folder, tmp_path, vllm_max_model_length=20, share_vllm_weights="off"
-    )  # prompts of 19 tokens, completions of 6
-    with pytest.raises(SettingsError, match=r"Prompt 0 of 4 has 19 tokens, and 14 are left for it"):
+    trainer = build(folder, tmp_path, vllm_max_model_length=19, share_vllm_weights="off")  # prompts of 19 tokens
+    with pytest.raises(SettingsError, match=r"Prompt 0 of 4 has 19 tokens, and vLLM's context .* has 19"):
         trainer.train()
     names = events(trainer, with_residents=False)
     assert "generate" not in names and names[-1] == "sleep"
     assert trainer.residents() == "policy"
 
 
-def test_a_prompt_that_just_fits_trains(folder: str, tmp_path: Path) -> None:  # noqa: F811
-    trainer = build(folder, tmp_path, vllm_max_model_length=25, max_steps=1)
+@pytest.mark.parametrize(("context", "times"), [(25, 0), (24, 1)])
+def test_completions_that_are_cut_are_trained_on_and_told_of_once(
+    context: int,
+    times: int,
+    folder: str,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = build(folder, tmp_path, vllm_max_model_length=context, max_steps=2)  # 19 tokens and 6
     trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_a_conversation_that_goes_on_needs_room_for_one_token_only(folder: str, tmp_path: Path) -> None:  # noqa: F811
-    trainer = build(folder, tmp_path, vllm_max_model_length=25)
-    engine = trainer.vllm_generation
-    for length, fits in ((24, True), (25, False)):
-        with engine.session():
-            engine.generate(prompts=[[5] * 19], images=None, num_generations=1)
-            if fits:
-                engine.generate(prompts=[[5] * length], images=None, num_generations=1)
-            else:
-                with pytest.raises(SettingsError, match="has 25 tokens, and 24 are left"):
-                    engine.generate(prompts=[[5] * length], images=None, num_generations=1)
-    with pytest.raises(SettingsError, match="has 24 tokens, and 19 are left"):  # a new session, a first turn
-        engine.generate(prompts=[[5] * 24], images=None, num_generations=1)
+    assert trainer.state.global_step == 2
+    assert caplog.text.count("vLLM cuts completions short") == times
 
 
 @pytest.mark.vllm
@@ -83,7 +77,7 @@ def test_a_conversation_that_goes_on_needs_room_for_one_token_only(folder: str, 
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        ("prompt", r"SettingsError: Prompt 0 of 4 has 19 tokens, and 14 are left for it"),
+        ("prompt", r"SettingsError: Prompt 0 of 4 has 19 tokens, and vLLM's context"),
         ("cache", r"DeviceMemoryError: vLLM's KV cache needs [0-9.]+ GiB for one sequence of 600000 tokens"),
     ],
 )

@@ -8,9 +8,10 @@ from trl_budget.errors import DeviceMemoryError, SettingsError
 from trl_budget.sequence_length import (
     CacheRefusal,
     SequenceRoom,
-    check_context,
+    check_cache,
     check_prompts,
     longest_completion,
+    notice_of_cut_completions,
     refused_cache,
 )
 from trl_budget.upstream_vllm import cache_refusal
@@ -27,45 +28,42 @@ EMPTY = (
 )
 
 
-def test_a_completion_and_one_token_of_a_prompt_fit() -> None:
-    check_context(SequenceRoom(1025, 1025), 1024)
-
-
-def test_a_context_of_completions_alone_is_refused_with_both_fields() -> None:
-    with pytest.raises(SettingsError) as failure:
-        check_context(SequenceRoom(1024), 1024)
-    message = str(failure.value)
-    assert "max_completion_length=1024" in message and "context of 1024 tokens" in message
-    assert "Set vllm_max_model_length to at least 1025" in message
-
-
 def test_a_cache_that_is_shorter_than_a_completion_is_the_cards_fault() -> None:
+    check_cache(SequenceRoom(2048, 513), 512)
     with pytest.raises(DeviceMemoryError, match=r"holds 512 tokens, and max_completion_length=512"):
-        check_context(SequenceRoom(2048, 512), 512)
+        check_cache(SequenceRoom(2048, 512), 512)
 
 
-def test_prompts_that_leave_room_pass_to_the_last_token() -> None:
-    check_prompts([[0] * 24, [0] * 3, []], SequenceRoom(1048), 1024)
+def test_a_context_of_completions_alone_is_no_fault_of_the_cache() -> None:
+    check_cache(SequenceRoom(512, 512), 512)
 
 
-def test_the_first_prompt_that_is_too_long_is_named_with_its_tokens_and_what_would_fit_the_longest() -> None:
+def test_prompts_that_leave_room_for_one_token_pass() -> None:
+    check_prompts([[0] * 24, [0] * 3, []], SequenceRoom(25))
+
+
+def test_the_first_prompt_that_is_too_long_is_named_with_its_tokens_and_what_would_hold_the_longest() -> None:
     with pytest.raises(SettingsError) as failure:
-        check_prompts([[0] * 24, [0] * 25, [0] * 40], SequenceRoom(1048), 1024)
+        check_prompts([[0] * 24, [0] * 25, [0] * 40], SequenceRoom(25))
     message = str(failure.value)
-    assert message.startswith("Prompt 1 of 3 has 25 tokens, and 24 are left for it")
+    assert message.startswith("Prompt 1 of 3 has 25 tokens")
     assert "2 prompts are too long, the longest has 40 tokens" in message
-    assert "Set vllm_max_model_length=1064, max_completion_length=1008, or leave prompts of more than 24" in message
-
-
-def test_a_prompt_as_long_as_the_context_gets_no_completion_length_proposed() -> None:
-    with pytest.raises(SettingsError) as failure:
-        check_prompts([[0] * 64], SequenceRoom(64), 8)
-    assert "Set vllm_max_model_length=72, or leave" in str(failure.value)
+    assert "Set vllm_max_model_length=41 or more, or leave prompts of 25 tokens and more" in message
 
 
 def test_where_the_cache_is_the_shorter_one_it_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"vLLM's KV cache has 128 tokens.*Set vllm_gpu_memory_utilization higher"):
-        check_prompts([[0] * 100], SequenceRoom(1048, 128), 64)
+    with pytest.raises(SettingsError, match=r"vLLM's KV cache has 128.*vllm_gpu_memory_utilization higher.* 161 tok"):
+        check_prompts([[0] * 160], SequenceRoom(1048, 128))
+
+
+def test_completions_with_room_get_no_notice() -> None:
+    assert notice_of_cut_completions(24, SequenceRoom(1048), 1024) is None
+
+
+def test_the_notice_of_cut_completions_has_the_tokens_left_and_the_context_that_would_do() -> None:
+    notice = notice_of_cut_completions(25, SequenceRoom(1048), 1024)
+    assert notice is not None and "leaves 1023 after a prompt of 25, and max_completion_length is 1024" in notice
+    assert "Set vllm_max_model_length=1049 or more" in notice
 
 
 def test_max_tokens_of_the_generation_arguments_go_first() -> None:
