@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_budget.activation_store import ActivationStore
 from trl_budget.errors import SettingsError
 from trl_budget.layer_call import LayerCall
 from trl_budget.layer_tiles import TiledLayer, TileSettings, run_layer
-from trl_budget.upstream_model import checkpointing_modules
+from trl_budget.upstream_model import checkpointing_modules, undispatched_attention
 
 _FUNCTION = "_gradient_checkpointing_func"
 
@@ -49,7 +50,8 @@ def tiled_layers(model: nn.Module, settings: TileSettings, store: ActivationStor
         store: where each layer's input waits.
 
     Raises:
-        SettingsError: no layer checkpoints, or one that is to be tiled has dropout.
+        SettingsError: no layer checkpoints, or layers are to run in tiles and have dropout or another attention than
+            `enable_packed_attention` serves.
     """
     modules = checkpointing_modules(model)
     if not modules:
@@ -60,7 +62,8 @@ def tiled_layers(model: nn.Module, settings: TileSettings, store: ActivationStor
             "attention_head_groups='off'."
         )
     if not settings.are_whole:
-        _refuse_dropout(modules)
+        _check_attention(model)
+        _check_dropout(modules)
     runner = _LayerRunner(settings, store)
     originals = [(module, vars(module)[_FUNCTION]) for module in modules]
     for module in modules:
@@ -73,12 +76,21 @@ def tiled_layers(model: nn.Module, settings: TileSettings, store: ActivationStor
                 vars(module)[_FUNCTION] = original
 
 
-def _refuse_dropout(modules: list[nn.Module]) -> None:
-    for part in modules:
-        for name, module in part.named_modules():
+def _check_attention(model: nn.Module) -> None:
+    if names := undispatched_attention(model):
+        raise SettingsError(
+            f"{type(model).__name__} computes attention with {', '.join(sorted(names))}. A layer in tiles is cut where "
+            "it calls attention, which can be seen for 'sdpa' only. "
+            "Set attn_implementation='sdpa', or tiled_mlp='off' and attention_head_groups='off'."
+        )
+
+
+def _check_dropout(modules: list[nn.Module]) -> None:
+    for layer in modules:
+        for name, module in layer.named_modules() if isinstance(layer, GradientCheckpointingLayer) else ():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
                 raise SettingsError(
-                    f"{name} in a {type(part).__name__} drops {module.p} of its inputs. A layer in tiles is "
+                    f"{name} in a {type(layer).__name__} drops {module.p} of its inputs. A layer in tiles is "
                     "recomputed in another order than it ran in, so other elements would be dropped. "
                     "Set dropout (lora_dropout for adapters) to 0, or tiled_mlp='off' and attention_head_groups='off'."
                 )

@@ -188,6 +188,12 @@ def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
 
 
+def undispatched_attention(model: nn.Module) -> set[str]:
+    """Names of the attention implementations in `model` that this library's dispatch does not stand in front of."""
+    names = {m.config._attn_implementation or "eager" for m in model.modules() if isinstance(m, PreTrainedModel)}
+    return {name for name in names if not name.startswith(PREFIX)}
+
+
 def checkpointed_layer(function: Any) -> nn.Module | None:
     """The layer whose run transformers hands to `_gradient_checkpointing_func`; None for anything else.
 

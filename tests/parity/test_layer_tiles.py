@@ -33,7 +33,7 @@ def test_tiles_give_the_gradients_of_torch_checkpointing(family: str, is_packed:
         total = torch.cat([g.flatten() for g in got.values()])
         reference = torch.cat([g.flatten() for g in expected.values()])
         assert ((total - reference).norm() / reference.norm()).item() <= 1e-6, settings
-        assert relative_error(got, expected) <= 4e-6, settings
+        assert relative_error(got, expected) <= (1e-6 if settings.tile_tokens != 1 else 2e-6), settings
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -104,7 +104,9 @@ def gradients(
         loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
     model.zero_grad()
-    return log_probs, found | {"embedding output": output.grad for output in seen}
+    for output in seen:
+        found["embedding output"] = output.grad
+    return log_probs, found
 
 
 def relative_error(got: Gradients, expected: Gradients) -> float:
