@@ -79,8 +79,8 @@ def tiled_layers(model: nn.Module, settings: TileSettings, store: ActivationStor
 def _check_attention(model: nn.Module) -> None:
     if names := undispatched_attention(model):
         raise SettingsError(
-            f"{type(model).__name__} computes attention with {', '.join(sorted(names))}. A layer in tiles is cut where "
-            "it calls attention, which can be seen for 'sdpa' only. "
+            f"{type(model).__name__} computes attention with {', '.join(sorted(names))}. A layer in tiles is cut "
+            "where it calls attention, which can be seen for 'sdpa' only. "
             "Set attn_implementation='sdpa', or tiled_mlp='off' and attention_head_groups='off'."
         )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 from tiled_models import checkpointing_model, gradients, lora_model, loss_of, relative_error, tiles
 from torch import nn
 
@@ -34,6 +37,23 @@ def test_tiles_give_the_gradients_of_torch_checkpointing(family: str, is_packed:
         reference = torch.cat([g.flatten() for g in expected.values()])
         assert ((total - reference).norm() / reference.norm()).item() <= 1e-6, settings
         assert relative_error(got, expected) <= (1e-6 if settings.tile_tokens != 1 else 2e-6), settings
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("Cohere", {}),  # one norm feeds attention and MLP: a parameter with a gradient from both parts
+        ("Qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+        ("Mistral with a window of 5", {}),
+        ("Gemma3_text", {"sliding_window": 5}),  # its layers have positions and masks of two kinds
+    ],
+)
+def test_tiles_give_the_gradients_of_other_kinds_of_layers(family: str, overrides: dict[str, object]) -> None:
+    model = checkpointing_model(family, **overrides)
+    for is_packed in (True, False):
+        _, expected = gradients(model, None, is_packed=is_packed)
+        _, got = gradients(model, TileSettings(8, 2), is_packed=is_packed)
+        assert relative_error(got, expected) <= 1e-6
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -222,6 +242,60 @@ def test_a_forward_without_grad_keeps_nothing(settings: TileSettings) -> None:
     _, expected = loss_of(model, is_packed=True)
     with torch.no_grad(), tiles(model, settings, NoStore()):
         _, got = loss_of(model, is_packed=True)
+    assert (got - expected).abs().max().item() < 1e-5
+
+
+@pytest.mark.parametrize("settings", [WHOLE, TileSettings(8, 2)])
+def test_backward_in_another_thread_needs_nothing_of_the_forwards_context(settings: TileSettings) -> None:
+    model = checkpointing_model()
+    _, expected = gradients(model, settings)
+    expected.pop("embedding output")
+    with tiles(model, settings):
+        loss, _ = loss_of(model, is_packed=True)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert relative_error({name: p.grad for name, p in model.named_parameters()}, expected) == 0.0
+
+
+@pytest.mark.parametrize("settings", [WHOLE, TileSettings(8, 2)])
+def test_ddp_reduces_every_adapter_once_per_backward(settings: TileSettings) -> None:
+    model = lora_model()
+    _, expected = gradients(model, None, through_embedding=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        reduced: list[int] = []
+
+        def halve(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and knows no strings
+            reduced.append(bucket.buffer().numel())
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer() / 2)
+            return future
+
+        wrapped.register_comm_hook(None, halve)
+        for _ in range(2):
+            model.zero_grad()
+            with tiles(wrapped, settings):
+                loss, _ = loss_of(wrapped, is_packed=True)
+            loss.backward()
+    finally:
+        dist.destroy_process_group()
+    assert sum(reduced) == 2 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    got = {name: 2 * p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert relative_error(got, expected) <= 1e-6
+
+
+def test_a_mask_per_head_is_cut_with_the_heads() -> None:
+    model = checkpointing_model(num_hidden_layers=1)
+    layer = model.model.layers[0]
+    torch.manual_seed(3)
+    hidden_states, bias = torch.randn(2, 10, 64), torch.randn(1, 8, 10, 10)
+    positions = torch.arange(10)[None]
+    keywords = {"position_embeddings": model.model.rotary_emb(hidden_states, positions), "attention_mask": bias}
+    expected = layer(hidden_states, **keywords)
+    with tiles(model, TileSettings(3, 4)):
+        got = layer(hidden_states, **keywords)
     assert (got - expected).abs().max().item() < 1e-5
 
 

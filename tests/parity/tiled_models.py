@@ -26,7 +26,7 @@ Gradients = dict[str, Tensor]
 def checkpointing_model(family: str = "Qwen3", *, use_reentrant: bool = False, **overrides: Any) -> Any:
     """A random fp32 model in training mode with TRL's fused head and torch's checkpointing."""
     sizes = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, **overrides}
-    config = AutoConfig.for_model(family.split()[0].lower(), **{**sizes, **FAMILIES[family]})
+    config = AutoConfig.for_model(family.split()[0].lower(), **{**sizes, **FAMILIES.get(family, {})})
     set_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     for name, parameter in model.named_parameters():  # norms of one scale differ from norms of none
