@@ -28,7 +28,8 @@ class ActivationStore(Protocol):
     def keep(self, hidden_states: Tensor) -> KeptActivation:
         """Takes `hidden_states` `[B, T, H]`, finished on the current stream and not written to again.
 
-        Called before the layer runs, so that a copy may overlap with it. The caller goes on reading the tensor.
+        Called before the layer runs, so that a copy may overlap with it. The caller goes on reading the tensor, then
+        drops it: a store that copies holds a reference until the copy is done.
         """
 
 

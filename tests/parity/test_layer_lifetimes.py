@@ -12,6 +12,7 @@ import torch
 from live_memory import LiveBytes
 from tiled_models import checkpointing_model, loss_of, tiles
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trl_budget import attention
 from trl_budget.activation_store import DeviceStore
@@ -228,3 +229,32 @@ def test_an_untiled_layer_holds_several_times_as_much(linear_attention: None) ->
     forward, backward = elements_per_token(TileSettings())
     assert forward > 3 * (QUERY + 2 * KEY)
     assert backward > 3 * (HIDDEN + 2 * (QUERY + 2 * KEY) + 2 * QUERY)
+
+
+def test_a_layer_of_a_4b_model_holds_at_most_34_kb_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, **features: Any) -> Tensor:
+        return attention._varlen(query, key, value, bounds, features["max_length_q"], features["scaling"], None)
+
+    def peak(num_tokens: int) -> int:
+        hidden_states = torch.empty(1, num_tokens, 2560, dtype=torch.bfloat16, requires_grad=True)
+        positions = torch.arange(num_tokens)[None]
+        bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
+        embeddings = model.model.rotary_emb(hidden_states, positions)
+        gradient = torch.empty_like(hidden_states)
+        with LiveBytes() as live:
+            with tiles(model, TileSettings(4096, 8)):
+                output = model.model.layers[0](
+                    hidden_states, position_embeddings=embeddings, cu_seq_lens_q=bounds, max_length_q=num_tokens
+                )
+            start = live.now
+            live.restart_peak()
+            output.backward(gradient)
+            return live.peak - start
+
+    monkeypatch.setattr(attention, "packed_attention", varlen)
+    shape = {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with FakeTensorMode(allow_non_fake_inputs=True):  # shapes only: nothing is allocated or computed
+        model = checkpointing_model(**shape, head_dim=128, num_hidden_layers=1, dtype=torch.bfloat16)
+        slope = (peak(131072) - peak(65536)) / 65536
+    # the input's gradient, heads, attention output and its gradient, and the fp32 sum of each softmax
+    assert slope == 2 * (2560 + (4096 + 2 * 1024) + 2 * 4096) + 4 * 32

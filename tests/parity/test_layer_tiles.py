@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from tiled_models import checkpointing_model, gradients, lora_model, loss_of, relative_error, tiles
+from tiled_models import Gradients, checkpointing_model, gradients, lora_model, loss_of, relative_error, tiles
 from torch import nn
 
 from trl_budget.attention import interceptor_in_use
@@ -113,9 +113,9 @@ def test_a_first_layer_whose_input_needs_no_gradient_trains_its_adapters(target:
 
 
 def error_against_fp32(
-    model: nn.Module, reference: dict[str, torch.Tensor], settings: TileSettings | None, *, autocast: bool
+    model: nn.Module, reference: Gradients, settings: TileSettings | None, *, autocast: bool, is_packed: bool = True
 ) -> float:
-    _, got = gradients(model, settings, autocast=autocast)
+    _, got = gradients(model, settings, autocast=autocast, is_packed=is_packed)
     total = torch.cat([g.double().flatten() for g in got.values()])
     expected = torch.cat([reference[name].double().flatten() for name in got])
     return ((total - expected).norm() / expected.norm()).item()
@@ -141,6 +141,17 @@ def test_adapters_under_autocast_are_as_close_to_fp32_as_untiled_ones(family: st
     untiled = error_against_fp32(model, reference, None, autocast=True)
     assert 0 < untiled < 0.1
     assert error_against_fp32(model, reference, TileSettings(8, 2), autocast=True) <= 1.5 * untiled
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_weights_under_autocast_are_as_close_to_fp32_as_untiled_ones(family: str, is_packed: bool) -> None:
+    model = checkpointing_model(family)
+    _, reference = gradients(model, None, is_packed=is_packed)
+    untiled = error_against_fp32(model, reference, None, autocast=True, is_packed=is_packed)
+    assert 0 < untiled < 0.1
+    tiled = error_against_fp32(model, reference, TileSettings(8, 2), autocast=True, is_packed=is_packed)
+    assert 0 < tiled <= 1.5 * untiled
 
 
 @pytest.mark.parametrize("settings", [WHOLE, TileSettings(8, 2)])

@@ -23,12 +23,14 @@ C = max(COMPLETIONS)
 Gradients = dict[str, Tensor]
 
 
-def checkpointing_model(family: str = "Qwen3", *, use_reentrant: bool = False, **overrides: Any) -> Any:
-    """A random fp32 model in training mode with TRL's fused head and torch's checkpointing."""
+def checkpointing_model(
+    family: str = "Qwen3", *, use_reentrant: bool = False, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Any:
+    """A random model in training mode with TRL's fused head and torch's checkpointing."""
     sizes = {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, **overrides}
     config = AutoConfig.for_model(family.split()[0].lower(), **{**sizes, **FAMILIES.get(family, {})})
     set_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     for name, parameter in model.named_parameters():  # norms of one scale differ from norms of none
         if "norm" in name:
             nn.init.normal_(parameter, 0.5, 0.3)
