@@ -210,7 +210,7 @@ def linear_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "packed_attention", linear)
 
 
-@pytest.mark.parametrize("num_groups", [1, 2, 4])
+@pytest.mark.parametrize("num_groups", [1, 4])
 def test_a_backward_holds_per_token_what_the_formula_says(linear_attention: None, num_groups: int) -> None:
     _, slope = elements_per_token(TileSettings(64, num_groups))
     # the input's gradient; heads, attention output and its gradient; the gradients of one group's heads
@@ -255,6 +255,6 @@ def test_a_layer_of_a_4b_model_holds_at_most_34_kb_per_token(monkeypatch: pytest
     shape = {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8}
     with FakeTensorMode(allow_non_fake_inputs=True):  # shapes only: nothing is allocated or computed
         model = checkpointing_model(**shape, head_dim=128, num_hidden_layers=1, dtype=torch.bfloat16)
-        slope = (peak(131072) - peak(65536)) / 65536
+        slope = (peak(65536) - peak(32768)) / 32768
     # the input's gradient, heads, attention output and its gradient, and the fp32 sum of each softmax
     assert slope == 2 * (2560 + (4096 + 2 * 1024) + 2 * 4096) + 4 * 32

@@ -13,8 +13,10 @@ from tiny import tiny_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_budget.activation_store import DeviceStore
+from trl_budget.attention import _dispatching, dispatching_implementation
 from trl_budget.errors import SettingsError, UnservedLayerError
 from trl_budget.layer_checkpoint import tiled_layers
 from trl_budget.layer_tiles import TileSettings
@@ -149,6 +151,69 @@ class _Model(nn.Module):
         self.layer = _Layer()
         self.layer.gradient_checkpointing = True
         self.layer._gradient_checkpointing_func = checkpoint
+
+
+class _AttentionLayer(_Layer):
+    """Calls attention `num_calls` times, on two heads of two dimensions, with a mask and a feature of its own."""
+
+    def __init__(self, *, num_calls: int = 1, mask: Tensor | None = None, **features: Any) -> None:
+        super().__init__()
+        self.attend = ALL_ATTENTION_FUNCTIONS[dispatching_implementation("sdpa")]
+        self.num_calls, self.mask, self.features = num_calls, mask, features
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **features: Any) -> Tensor:
+        batch, tokens, _ = hidden_states.shape
+        mask = attention_mask if self.mask is None else self.mask
+        for _ in range(self.num_calls):
+            heads = self.linear(hidden_states.view(batch * tokens, 4)).view(batch, tokens, 2, 2).transpose(1, 2)
+            output, _ = self.attend(self, heads, heads, heads, mask, **{**self.features, **features})
+            hidden_states = hidden_states + output.reshape(batch, tokens, 4)
+        return hidden_states
+
+
+def run_layer(layer: nn.Module, settings: TileSettings = TILED, **keywords: Any) -> Tensor:
+    model = _Model()
+    model.layer = layer.train()
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = checkpoint
+    with tiled_layers(model, settings, DeviceStore()):
+        return layer(torch.linspace(-1, 1, 80).view(2, 10, 4), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_calls": 2}, "calls attention 2 times"),
+        ({"mask": torch.zeros(10, 10)}, "hands attention another mask"),
+        ({"s_aux": torch.zeros(2)}, "hands attention the tensor s_aux"),
+        ({"bias": [torch.zeros(2)]}, "hands attention the tensor bias"),
+        ({"dropout": 0.5}, "drops 0.5"),
+    ],
+)
+def test_attention_that_tiles_would_change_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnservedLayerError, match=message):
+        run_layer(_AttentionLayer(**settings))
+
+
+def test_a_layer_may_view_its_input_of_several_rows_as_one() -> None:
+    layer = _AttentionLayer()
+    expected = run_layer(layer, TileSettings())
+    assert (run_layer(layer) - expected).abs().max().item() < 1e-6
+
+
+def test_attention_sees_positions_of_the_whole_sequence() -> None:
+    layer, seen = _AttentionLayer(), []
+    implementation = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def record(*args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
+        seen.append(position_ids)
+        return implementation(*args, **kwargs)
+
+    layer.attend = _dispatching(record)
+    positions = torch.arange(10)[None]
+    run_layer(layer, position_ids=positions)
+    assert len(seen) == 1
+    assert seen[0] is positions
 
 
 @pytest.mark.parametrize("settings", [TileSettings(), TILED])
