@@ -325,10 +325,19 @@ def test_a_mask_per_head_is_cut_with_the_heads() -> None:
     hidden_states, bias = torch.randn(2, 10, 64), torch.randn(1, 8, 10, 10)
     positions = torch.arange(10)[None]
     keywords = {"position_embeddings": model.model.rotary_emb(hidden_states, positions), "attention_mask": bias}
-    expected = layer(hidden_states, **keywords)
-    with tiles(model, TileSettings(3, 4)):
-        got = layer(hidden_states, **keywords)
-    assert (got - expected).abs().max().item() < 1e-5
+
+    def run(settings: TileSettings | None) -> tuple[torch.Tensor, Gradients]:
+        with tiles(model, settings):
+            output = layer(hidden_states, **keywords)
+        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+        found = {name: p.grad for name, p in layer.named_parameters()}
+        model.zero_grad()
+        return output.detach(), found
+
+    expected_output, expected = run(None)
+    output, got = run(TileSettings(3, 4))
+    assert (output - expected_output).abs().max().item() < 1e-5
+    assert relative_error(got, expected) <= 1e-6
 
 
 def test_attention_is_the_models_own_after_a_layer_fails() -> None:
