@@ -1,49 +1,66 @@
-"""Where the input of a decoder layer stays from its forward to its backward.
+"""Where the input of a checkpointed layer waits for that layer's backward.
 
-A layer that is recomputed in backward needs its input again and nothing else. `DeviceStore` leaves it where it is,
-`host_store.HostStore` moves it to host memory and back. Bit-exact: bytes are moved, or not even that.
+Bit-exact: a store moves bytes. A store never knows what a layer does with them, and never keeps an autograd graph.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
 class KeptActivation(Protocol):
-    """One activation in a store. Dropping it untaken gives its memory back."""
+    """One activation that a store keeps. Dropped without being taken, it frees what it holds."""
 
     def take(self) -> Tensor:
-        """The activation, on its device, without gradient, once; begins to bring back the one kept before it."""
-        ...
+        """Gives the activation back, on the device that it came from and without a graph.
+
+        May be called once. The store holds no reference afterwards; it may begin to bring back the activation that was
+        kept before this one. The current stream may read the result.
+        """
 
 
 class ActivationStore(Protocol):
-    """Keeps activations in the order of a forward and gives them back in that of its backward."""
+    """Keeps layer inputs from forward to backward. Called in the order of the layers, taken in the reverse order."""
 
     def keep(self, hidden_states: Tensor) -> KeptActivation:
-        """Keeps `hidden_states`, `[B, T, H]`, ready on the current stream; it is read, and must not be written.
+        """Takes `hidden_states` `[B, T, H]`, finished on the current stream and not written to again.
 
-        The store holds the tensor until it is taken or has been copied away.
+        Called before the layer runs, so that a copy may overlap with it. The caller goes on reading the tensor, then
+        drops it: a store that copies holds a reference until the copy is done.
         """
-        ...
 
 
 class DeviceStore:
-    """Keeps the tensors themselves."""
+    """Keeps the tensor itself, where it is: what torch's own checkpointing does."""
 
     def keep(self, hidden_states: Tensor) -> KeptActivation:
-        """Holds `hidden_states`, `[B, T, H]`, where it is."""
-        return _DeviceActivation(hidden_states.detach())
+        """Holds a reference."""
+        return _KeptTensor(hidden_states.detach())
 
 
-class _DeviceActivation:
-    def __init__(self, hidden_states: Tensor) -> None:
-        self._hidden_states: Tensor | None = hidden_states
+class _KeptTensor:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self._version = tensor._version
 
     def take(self) -> Tensor:
-        """The tensor itself; it is held no longer."""
-        hidden_states, self._hidden_states = self._hidden_states, None
-        assert hidden_states is not None, "an activation is taken once"
-        return hidden_states
+        tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            raise RuntimeError(
+                "The input of a layer was asked for a second time. It is freed by the first backward, so a second one "
+                "over the same graph has nothing to compute from. Run backward once per forward, without retain_graph."
+            )
+        if tensor._version != self._version:
+            raise RuntimeError(
+                f"The input of a layer, {list(tensor.shape)} {_name(tensor.dtype)}, was written to between its "
+                "forward and its backward. The layer would be recomputed from other values than it ran on. "
+                "Write to a copy of the hidden states instead."
+            )
+        return tensor
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,50 @@ DISPATCHED = ("sdpa",)
 _UNSERVED = ("s_aux", "softcap", "position_bias")
 _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
 _is_packed: ContextVar[bool] = ContextVar("rows_are_packed", default=False)
+
+
+@dataclass
+class AttentionCall:
+    """One call of the attention function by a model's layer, seen before it is computed. Legend: B rows, T tokens.
+
+    Attributes:
+        attend: computes it, packed or with the mask: `(module, query, key, value, mask, **features) -> [B, T, Hq, D]`.
+        module: the model's attention module.
+        query: `[B, Hq, T, D]`, after the rotary embedding.
+        key: `[B, Hkv, T, D]`.
+        value: `[B, Hkv, T, D]`.
+        attention_mask: as the model made it, or None.
+        features: every other argument.
+    """
+
+    attend: Callable[..., Tensor]
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attention_mask: Tensor | None
+    features: dict[str, Any]
+
+
+_interceptor: ContextVar[Callable[[AttentionCall], Tensor] | None] = ContextVar("attention_interceptor", default=None)
+
+
+@contextmanager
+def intercepted_attention(interceptor: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
+    """While a layer runs in this thread, `interceptor` answers its attention calls, or leaves the layer by raising.
+
+    Set around a single layer's run, in forward and in backward: autograd runs backward in a thread of its own.
+    """
+    token = _interceptor.set(interceptor)
+    try:
+        yield
+    finally:
+        _interceptor.reset(token)
+
+
+def interceptor_in_use() -> Callable[[AttentionCall], Tensor] | None:
+    """What answers attention calls in this thread; None while the model's own attention does."""
+    return _interceptor.get()
 
 
 @contextmanager
@@ -60,7 +105,7 @@ def _mask_unless_packed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(
+    def attend(
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -69,10 +114,17 @@ def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
         *,
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> Tensor:
         if cu_seq_lens_q is None:
-            return original(module, query, key, value, attention_mask, **kwargs)
-        return packed_attention(query, key, value, cu_seq_lens_q, **kwargs), None
+            return cast(Tensor, original(module, query, key, value, attention_mask, **kwargs)[0])
+        return packed_attention(query, key, value, cu_seq_lens_q, **kwargs)
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if (interceptor := _interceptor.get()) is not None:
+            return interceptor(AttentionCall(attend, module, query, key, value, attention_mask, kwargs)), None
+        return attend(module, query, key, value, attention_mask, **kwargs), None
 
     return attention
 

@@ -24,6 +24,10 @@ class UnservedAttentionError(NotImplementedError):
     """The model's attention has a feature that packed rows would silently lose."""
 
 
+class UnservedLayerError(NotImplementedError):
+    """A layer of the model does something that a run in tiles, or a recompute without its graph, would change."""
+
+
 class RankError(RuntimeError):
     """Another rank failed, died, is at another operation, or did not answer within the process group's timeout."""
 

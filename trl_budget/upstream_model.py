@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_budget.activation_memory import ModelShape, tokens_that_fit
 from trl_budget.attention import DISPATCHED, PREFIX, dispatching_implementation, serves_windows
@@ -180,3 +182,30 @@ def available_tokens(trainer: Any, shape: ModelShape, *, copies_to_come: int) ->
     free = min(free, int(fraction * total) - reserved) + reserved - allocated
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
     return tokens_that_fit(free, copies_to_come * trained, shape)
+
+
+def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules, wrapped or not, that would call their `_gradient_checkpointing_func` in training."""
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+
+
+def undispatched_attention(model: nn.Module) -> set[str]:
+    """Names of the attention implementations in `model` that this library's dispatch does not stand in front of."""
+    names = {m.config._attn_implementation or "eager" for m in model.modules() if isinstance(m, PreTrainedModel)}
+    return {name for name in names if not name.startswith(PREFIX)}
+
+
+def checkpointed_layer(function: Any) -> nn.Module | None:
+    """The layer whose run transformers hands to `_gradient_checkpointing_func`; None for anything else.
+
+    transformers 5.17 hands over `partial(super().__call__, **kwargs)`, 5.24 `partial(forward, self, **kwargs)`.
+    """
+    if not isinstance(function, functools.partial):
+        return None
+    owner = function.args[0] if function.args else getattr(function.func, "__self__", None)
+    return owner if isinstance(owner, GradientCheckpointingLayer) else None
+
+
+def runs_layer_hooks(function: functools.partial[Any]) -> bool:
+    """Whether the run that transformers hands over goes through `Module.__call__`, so that hooks of the layer run."""
+    return not function.args

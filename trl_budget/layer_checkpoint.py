@@ -1,0 +1,96 @@
+"""Puts tiled layers in the place of a model's checkpointing function for one forward.
+
+transformers and TRL set that function whenever they like, so it is replaced when a forward begins and given back when
+it ends. Backward comes later and needs nothing of this: each layer's node holds its call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trl_budget.activation_store import ActivationStore
+from trl_budget.errors import SettingsError
+from trl_budget.layer_call import LayerCall
+from trl_budget.layer_tiles import TiledLayer, TileSettings, run_layer
+from trl_budget.upstream_model import checkpointing_modules, undispatched_attention
+
+_FUNCTION = "_gradient_checkpointing_func"
+
+
+class _LayerRunner:
+    """Called by a layer as `_gradient_checkpointing_func`."""
+
+    def __init__(self, settings: TileSettings, store: ActivationStore) -> None:
+        self._settings = settings
+        self._store = store
+
+    def __call__(self, function: Any, *args: Any) -> Tensor:
+        call = LayerCall(function, args)
+        (hidden_states,) = args
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or call.parameters):
+            return TiledLayer.apply(call, self._settings, self._store, hidden_states, *call.parameters)
+        return run_layer(call, self._settings, hidden_states.detach())
+
+
+@contextmanager
+def tiled_layers(model: nn.Module, settings: TileSettings, store: ActivationStore) -> Iterator[None]:
+    """While it lasts, checkpointed layers of `model` keep their inputs in `store` and run as `settings` say.
+
+    Backward may run inside or outside, once per forward.
+
+    Args:
+        model: wrapped or not, in training mode, with gradient checkpointing enabled.
+        settings: how each layer runs.
+        store: where each layer's input waits.
+
+    Raises:
+        SettingsError: no layer checkpoints, or layers are to run in tiles and have dropout or another attention than
+            `enable_packed_attention` serves.
+    """
+    modules = checkpointing_modules(model)
+    if not modules:
+        raise SettingsError(
+            f"{type(model).__name__} has no layer with gradient checkpointing enabled. Tiles and activation offload "
+            "replace what checkpointing keeps and recomputes, and would do nothing. "
+            "Set gradient_checkpointing=True, or activation_offload='off', tiled_mlp='off' and "
+            "attention_head_groups='off'."
+        )
+    if not settings.are_whole:
+        _check_attention(model)
+        _check_dropout(modules)
+    runner = _LayerRunner(settings, store)
+    originals = [(module, vars(module)[_FUNCTION]) for module in modules]
+    for module in modules:
+        vars(module)[_FUNCTION] = runner
+    try:
+        yield
+    finally:
+        for module, original in originals:
+            if vars(module)[_FUNCTION] is runner:
+                vars(module)[_FUNCTION] = original
+
+
+def _check_attention(model: nn.Module) -> None:
+    if names := undispatched_attention(model):
+        raise SettingsError(
+            f"{type(model).__name__} computes attention with {', '.join(sorted(names))}. A layer in tiles is cut "
+            "where it calls attention, which can be seen for 'sdpa' only. "
+            "Set attn_implementation='sdpa', or tiled_mlp='off' and attention_head_groups='off'."
+        )
+
+
+def _check_dropout(modules: list[nn.Module]) -> None:
+    for layer in modules:
+        for name, module in layer.named_modules() if isinstance(layer, GradientCheckpointingLayer) else ():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
+                raise SettingsError(
+                    f"{name} in a {type(layer).__name__} drops {module.p} of its inputs. A layer in tiles is "
+                    "recomputed in another order than it ran in, so other elements would be dropped. "
+                    "Set dropout (lora_dropout for adapters) to 0, or tiled_mlp='off' and attention_head_groups='off'."
+                )
