@@ -99,11 +99,12 @@ def test_attention_dropout_is_refused_in_tiles() -> None:
         run(checkpointing_model(attention_dropout=0.25))
 
 
-def test_attention_that_is_not_dispatched_is_refused_in_tiles() -> None:
+@pytest.mark.parametrize("settings", [TILED, TileSettings(None, 2)])
+def test_attention_that_is_not_dispatched_is_refused_in_tiles(settings: TileSettings) -> None:
     model = checkpointing_model()
     model.config._attn_implementation = "eager"
     with pytest.raises(SettingsError, match="computes attention with eager"):
-        run(model)
+        run(model, settings)
     run(model, TileSettings()).backward()
 
 
