@@ -34,6 +34,7 @@ class ModelShape:
         element_bytes: of an activation.
         checkpoints: whether gradient checkpointing keeps layer inputs only.
         head_dim: size of a head.
+        trains_base: whether layers and LM head have gradients of their own, not an adapter's alone.
     """
 
     num_layers: int
@@ -45,6 +46,7 @@ class ModelShape:
     element_bytes: int
     checkpoints: bool
     head_dim: int = 128
+    trains_base: bool = True
 
     @property
     def layer_bytes_per_token(self) -> int:
@@ -79,17 +81,17 @@ class ModelShape:
     @property
     def gradient_bytes_after_attention(self) -> int:
         """Weight gradients of one layer's output projection and MLP, in the weights' dtype."""
-        return self.element_bytes * self.hidden * (self.query_width + 3 * self.intermediate)
+        return self.trains_base * self.element_bytes * self.hidden * (self.query_width + 3 * self.intermediate)
 
     @property
     def gradient_bytes_before_attention(self) -> int:
         """Weight gradients of one layer's query, key and value projections, in the weights' dtype."""
-        return self.element_bytes * self.hidden * (self.query_width + 2 * self.key_width)
+        return self.trains_base * self.element_bytes * self.hidden * (self.query_width + 2 * self.key_width)
 
     @property
     def head_bytes(self) -> int:
         """The LM head's weight gradient, fp32 while it is made, and its cast."""
-        return (4 + self.element_bytes) * self.vocabulary * self.hidden
+        return self.trains_base * (4 + self.element_bytes) * self.vocabulary * self.hidden
 
     @property
     def quadratic_cost(self) -> float:
@@ -205,7 +207,6 @@ def _kept_rows(shape: ModelShape, levers: MemoryLevers, layer_moments: tuple[str
     return [
         MemoryRow("layer input", layer_moments, one),
         MemoryRow("input of the layer below, on its way back", layer_moments, one),
-        MemoryRow("last layer's input, not gone yet", (HEAD,), one),
     ]
 
 

@@ -32,9 +32,26 @@ class ActivationStore(Protocol):
         drops it: a store that copies holds a reference until the copy is done.
         """
 
+    def begin_pass(self, num_layers: int, hidden_states: Tensor) -> None:
+        """Called before the first layer of a forward with gradient.
+
+        Args:
+            num_layers: how many inputs will be kept at most.
+            hidden_states: the first of them; all have its shape and dtype.
+        """
+
+    def leave_device(self) -> None:
+        """Lets go of what can be brought back later. Called when the forward has ended, before the head's backward."""
+
 
 class DeviceStore:
     """Keeps the tensor itself, where it is: what torch's own checkpointing does."""
+
+    def begin_pass(self, num_layers: int, hidden_states: Tensor) -> None:
+        """Nothing to prepare."""
+
+    def leave_device(self) -> None:
+        """Everything stays."""
 
     def keep(self, hidden_states: Tensor) -> KeptActivation:
         """Holds a reference."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_budget.activation_slab import ActivationSlab, padded
+from trl_budget.activation_slab import ActivationSlab, padded, stack_bytes
 from trl_budget.activation_streams import ActivationCopies, CudaStreams, StreamedCopies, SynchronousCopies
 from trl_budget.errors import ActivationGoneError, HostMemoryError, SettingsError
 from trl_budget.pinned import HostSlab
@@ -142,6 +142,15 @@ class HostStore:
         if self.host_bytes > 0:
             self._copies.finish()
         self._slab.replace(num_bytes)
+
+    def begin_pass(self, num_layers: int, hidden_states: Tensor) -> None:
+        """Makes room for a pass, see `reserve`.
+
+        Args:
+            num_layers: how many inputs will be kept at most.
+            hidden_states: the first of them; all have its shape and dtype.
+        """
+        self.reserve(stack_bytes(num_layers, hidden_states.nbytes))
 
     def keep(self, hidden_states: Tensor) -> HostActivation:
         """Begins to copy `hidden_states` to the host and lays it on top of the stack.

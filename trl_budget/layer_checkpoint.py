@@ -26,14 +26,17 @@ _FUNCTION = "_gradient_checkpointing_func"
 class _LayerRunner:
     """Called by a layer as `_gradient_checkpointing_func`."""
 
-    def __init__(self, settings: TileSettings, store: ActivationStore) -> None:
+    def __init__(self, settings: TileSettings, store: ActivationStore, layers: list[nn.Module]) -> None:
         self._settings = settings
         self._store = store
+        self._layers = layers
 
     def __call__(self, function: Any, *args: Any) -> Tensor:
         call = LayerCall(function, args)
         (hidden_states,) = args
         if torch.is_grad_enabled() and (hidden_states.requires_grad or call.parameters):
+            if call.layer is self._layers[0]:
+                self._store.begin_pass(len(self._layers), hidden_states)
             return TiledLayer.apply(call, self._settings, self._store, hidden_states, *call.parameters)
         return run_layer(call, self._settings, hidden_states.detach())
 
@@ -64,12 +67,14 @@ def tiled_layers(model: nn.Module, settings: TileSettings, store: ActivationStor
     if not settings.are_whole:
         _check_attention(model)
         _check_dropout(modules)
-    runner = _LayerRunner(settings, store)
+    layers: list[nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    runner = _LayerRunner(settings, store, layers)
     originals = [(module, vars(module)[_FUNCTION]) for module in modules]
     for module in modules:
         vars(module)[_FUNCTION] = runner
     try:
         yield
+        store.leave_device()
     finally:
         for module, original in originals:
             if vars(module)[_FUNCTION] is runner:

@@ -21,6 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_budget import upstream_model as upstream
 from trl_budget.config import budget_setting
 from trl_budget.errors import SettingsError
+from trl_budget.layer_passes import LayerPasses, plan_layers
 from trl_budget.micro_batch import RowsModel
 from trl_budget.packing import PassCost
 from trl_budget.passes import MicroBatch, Outputs, PassSettings, WindowPasses, score_in_passes
@@ -48,6 +49,7 @@ class TokenBudgetTrainer(GRPOTrainer):
     _pass_settings: PassSettings | None = None
     _served: Outputs | None = None
     _loss_inputs: MicroBatch | None = None
+    _layer_passes: LayerPasses
 
     def _resolve_passes(self, *, copies_to_come: int) -> list[ResolvedSetting]:
         """Decides layout, budget and reuse. The model must be where it trains.
@@ -68,11 +70,15 @@ class TokenBudgetTrainer(GRPOTrainer):
                 budget_setting(self.args, "padding_free"), dataclasses.replace(facts, packing_fault=fault)
             )
         shape = upstream.model_shape(self)
+        plan = plan_layers(self, shape, copies_to_come=copies_to_come)
         tokens, max_tokens = resolve_max_tokens(
             budget_setting(self.args, "max_tokens_per_microbatch"),
             facts,
-            lambda: min(gather_object([upstream.available_tokens(self, shape, copies_to_come=copies_to_come)])),
+            lambda: min(
+                gather_object([upstream.available_tokens(self, shape, plan.levers, copies_to_come=copies_to_come)])
+            ),
         )
+        self._layer_passes = LayerPasses(plan.levers, shape, self.args.device, max_tokens)
         self._layout = layout.value
         self._pass_settings = None
         if max_tokens is not None:
@@ -88,7 +94,7 @@ class TokenBudgetTrainer(GRPOTrainer):
             self.vllm_importance_sampling_clip_max,
         )
         self._forget_window()
-        return [layout, tokens, self._resolve_reuse()]
+        return [layout, tokens, *plan.settings, self._resolve_reuse()]
 
     def _resolve_reuse(self) -> ResolvedSetting:
         """Decides on reuse from the settings and the layers of this moment."""
@@ -130,7 +136,7 @@ class TokenBudgetTrainer(GRPOTrainer):
         rows_model = model if layout == STOCK else RowsModel(model, logits_to_keep, is_packed=layout == PACKED)
 
         def score(ids: Tensor, mask: Tensor, rows: int | None = None, **images: Any) -> Any:
-            with lm_head_chunks(budget_setting(self.args, "lm_head_chunk_size")):
+            with lm_head_chunks(budget_setting(self.args, "lm_head_chunk_size")), self._layer_passes.around(model):
                 return stock(rows_model, ids, mask, logits_to_keep, rows, compute_entropy, compute_aux_loss, **images)
 
         has_images = any(value is not None for value in forward_kwargs.values())

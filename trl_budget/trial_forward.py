@@ -38,7 +38,7 @@ def packing_fault(
     device = next(model.parameters()).device
     try:
         with autocast:
-            is_fp32 = next(model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
+            tolerance = _tolerance(model)
             ids, mask = _rows(vocabulary, device)
             together = _score(RowsModel(model, _COMPLETION, is_packed=True), ids, mask)
             other = ids.clone()
@@ -51,8 +51,7 @@ def packing_fault(
         return f"a trial run of packed rows failed: {error}"
     finally:
         model.train(was_training)
-    tolerance = _FP32_TOLERANCE if is_fp32 else _BF16_TOLERANCE
-    difference = ((together - alone).abs() / (1 + alone.abs())).max().item()
+    difference = _difference(together, alone)
     if not difference <= tolerance:
         return f"in a trial run a packed row differed from the row alone by {difference:.2g}"
     leak = (together[1] - beside_another[1]).abs().max().item()
@@ -81,6 +80,26 @@ def forward_draws(model: nn.Module, vocabulary: int, autocast: AbstractContextMa
             return _random_state(devices) != before
     finally:
         model.train(was_training)
+
+
+def trial_scores(model: nn.Module, vocabulary: int) -> Tensor:
+    """Log-probs of the rows' last tokens, fp32, as the model is and in the present autocast."""
+    return _score(model, *_rows(vocabulary, next(model.parameters()).device))
+
+
+def difference_of_scores(model: nn.Module, scores: Tensor, expected: Tensor) -> tuple[float, float]:
+    """The largest relative difference, and the one that rounding may make in the present autocast."""
+    return _difference(scores, expected), _tolerance(model)
+
+
+def _difference(scores: Tensor, expected: Tensor) -> float:
+    return ((scores - expected).abs() / (1 + expected.abs())).max().item()
+
+
+def _tolerance(model: nn.Module) -> float:
+    parameter = next(model.parameters())
+    is_fp32 = parameter.dtype == torch.float32 and not torch.is_autocast_enabled(parameter.device.type)
+    return _FP32_TOLERANCE if is_fp32 else _BF16_TOLERANCE
 
 
 def _random_state(devices: list[torch.device]) -> list[list[int]]:

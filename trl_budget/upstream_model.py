@@ -14,8 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trl_budget.activation_memory import ModelShape, tokens_that_fit
+from trl_budget.activation_memory import MemoryLevers, ModelShape, tokens_that_fit
 from trl_budget.attention import DISPATCHED, PREFIX, dispatching_implementation, serves_windows
+from trl_budget.config import budget_setting
+from trl_budget.long_context import LongContextFacts, longest_row
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.trial_forward import forward_draws, packing_fault
@@ -162,16 +164,35 @@ def model_shape(trainer: Any) -> ModelShape:
         vocabulary=config.vocab_size,
         element_bytes=2 if trainer.args.bf16 else 4,
         checkpoints=bool(trainer.args.gradient_checkpointing),
+        trains_base=_is_trained_in_full(trainer.model),
         head_dim=head_dim,
     )
 
 
-def available_tokens(trainer: Any, shape: ModelShape, *, copies_to_come: int) -> int:
+def _is_trained_in_full(model: nn.Module) -> bool:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return 2 * sum(size for size, is_trained in sizes if is_trained) > sum(size for size, _ in sizes)
+
+
+def available_tokens(
+    trainer: Any, shape: ModelShape, levers: MemoryLevers | None = None, *, copies_to_come: int
+) -> int:
     """How many tokens a pass has device memory for, once the trainer is built.
 
     Args:
         trainer: its model is on the device, vLLM asleep or what it leaves free.
         shape: the policy.
+        levers: what is done about long rows.
+        copies_to_come: see `activation_bytes`.
+    """
+    return tokens_that_fit(activation_bytes(trainer, copies_to_come=copies_to_come), 0, shape, levers)
+
+
+def activation_bytes(trainer: Any, *, copies_to_come: int) -> int:
+    """Device memory for a pass, once the trainer is built.
+
+    Args:
+        trainer: its model is on the device, vLLM asleep or what it leaves free.
         copies_to_come: how many tensors of every trained parameter's size the device is still to hold: its gradient,
             its two moments.
     """
@@ -181,7 +202,46 @@ def available_tokens(trainer: Any, shape: ModelShape, *, copies_to_come: int) ->
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     free = min(free, int(fraction * total) - reserved) + reserved - allocated
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
-    return tokens_that_fit(free, copies_to_come * trained, shape)
+    return free - copies_to_come * trained
+
+
+def long_context_facts(trainer: Any, *, copies_to_come: int) -> LongContextFacts:
+    """Collects what `long_context.py` decides from, but for what trial forwards tell.
+
+    Args:
+        trainer: constructed as far as `GRPOTrainer.__init__` goes.
+        copies_to_come: see `activation_bytes`.
+    """
+    model, args = trainer.model, trainer.args
+    config = model.config.get_text_config()
+    is_cuda = args.device.type == "cuda"
+    return LongContextFacts(
+        device_type=args.device.type,
+        bf16=bool(args.bf16),
+        gradient_checkpointing=bool(args.gradient_checkpointing),
+        longest_row_tokens=longest_row(
+            args.max_completion_length or 0,
+            args.vllm_max_model_length,
+            budget_setting(args, "max_tokens_per_microbatch"),
+        ),
+        free_bytes=activation_bytes(trainer, copies_to_come=copies_to_come) if is_cuda else 0,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        attention=(config._attn_implementation or "eager").removeprefix(PREFIX),
+        is_multimodal=trainer._is_vlm or config is not model.config,
+        router_loss=bool(trainer.aux_loss_enabled),
+        torch_compile=bool(args.torch_compile),
+        parallelism=parallelism(args, model),
+        num_devices=max(1, args.n_gpu),
+        is_split_over_devices=len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1,
+    )
+
+
+def draws(trainer: Any) -> bool:
+    """Whether a forward of the policy in training mode draws random numbers; layers that keep statistics count."""
+    model = trainer.model
+    if any(isinstance(module, _TRAINING_MODE_LAYERS) for module in model.modules()):
+        return True
+    return forward_draws(model, model.config.get_text_config().vocab_size, trainer.accelerator.autocast())
 
 
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,9 +165,16 @@ def test_the_last_norm_holds_what_is_counted_in_its_backward() -> None:
     assert live.peak_bytes / (tokens * hidden) == pytest.approx(counted, rel=0.02)
 
 
-def test_the_host_holds_the_last_layers_input_until_backward() -> None:
+def test_no_layer_input_is_on_the_device_while_the_last_norm_is_differentiated() -> None:
     offloaded, kept = (moment_bytes(MemoryLevers(offload=value), HEAD) for value in (True, False))
-    assert kept - offloaded == 35 * 2560 * 2
+    assert kept - offloaded == 36 * 2560 * 2
+
+
+def test_an_adapter_alone_has_no_gradients_of_layers_and_head() -> None:
+    adapter = replace(QWEN3_4B, trains_base=False)
+    assert adapter.head_bytes == 0
+    tile = next(moment for moment in moments(adapter, ALL) if moment.moment == FINISH)
+    assert tile.fixed_bytes == 2048 * adapter.tile_bytes_per_token
 
 
 LADDER = [NONE, MemoryLevers(True), MemoryLevers(True, 2048), MemoryLevers(True, 2048, 2), ALL]

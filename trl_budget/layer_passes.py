@@ -1,0 +1,83 @@
+"""How the policy's layers run in a pass with gradient: as transformers has them, or with the long-context levers.
+
+Resolved once, when the trainer is built; put in place for the length of a forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
+from trl_budget import upstream_model as upstream
+from trl_budget.activation_memory import MemoryLevers, ModelShape, offloaded_bytes_per_token
+from trl_budget.activation_store import ActivationStore, DeviceStore
+from trl_budget.config import budget_setting
+from trl_budget.host_store import HostStore
+from trl_budget.layer_checkpoint import tiled_layers
+from trl_budget.layer_tiles import TileSettings
+from trl_budget.layer_trial import layers_fault
+from trl_budget.long_context import LongContextFields, LongContextPlan, resolve_long_context
+
+
+def plan_layers(trainer: Any, shape: ModelShape, *, copies_to_come: int) -> LongContextPlan:
+    """Resolves the long-context fields; a lever that a trial run refuses is off, or an error where it was asked for.
+
+    Collective where there are several processes: the card with the least memory decides, and a fault on any.
+
+    Args:
+        trainer: constructed as far as `GRPOTrainer.__init__` goes; its model is where it trains.
+        shape: the policy.
+        copies_to_come: see `upstream_model.available_tokens`.
+
+    Raises:
+        SettingsError: a lever was asked for and cannot be served.
+    """
+    fields = LongContextFields(
+        *(budget_setting(trainer.args, field.name) for field in dataclasses.fields(LongContextFields))
+    )
+    facts = upstream.long_context_facts(trainer, copies_to_come=copies_to_come)
+    facts = dataclasses.replace(facts, free_bytes=min(gather_object([facts.free_bytes])))
+    plan = resolve_long_context(fields, facts, shape)
+    if plan.levers == MemoryLevers():
+        return plan
+    if plan.levers.splits_layers:
+        upstream.enable_packed_attention([trainer.model])
+        facts = dataclasses.replace(facts, draws_random_numbers=any(gather_object([upstream.draws(trainer)])))
+        plan = resolve_long_context(fields, facts, shape)
+    fault = next(filter(None, gather_object([_trial(trainer, plan.levers)])), None)
+    return resolve_long_context(fields, dataclasses.replace(facts, trial_fault=fault), shape)
+
+
+def _trial(trainer: Any, levers: MemoryLevers) -> str | None:
+    vocabulary = trainer.model.config.get_text_config().vocab_size
+    autocast = trainer.accelerator.autocast()
+    return layers_fault(trainer.model, vocabulary, autocast, levers.num_head_groups, is_tiled=levers.splits_layers)
+
+
+class LayerPasses:
+    """The levers in place.
+
+    Args:
+        levers: what is on.
+        shape: the policy.
+        device: where it trains.
+        max_tokens: of a pass, for which host memory is taken now; a longer one makes it grow before its first layer.
+    """
+
+    def __init__(self, levers: MemoryLevers, shape: ModelShape, device: torch.device, max_tokens: int | None) -> None:
+        self._is_on = levers != MemoryLevers()
+        self._settings = TileSettings(levers.tile_tokens, levers.num_head_groups)
+        self._store: ActivationStore = DeviceStore()
+        if levers.offload:
+            self._store = HostStore(device, (max_tokens or 0) * offloaded_bytes_per_token(shape))
+
+    def around(self, model: nn.Module) -> AbstractContextManager[None]:
+        """For the length of one forward of `model`; nothing where no backward will follow."""
+        if not self._is_on or not model.training or not torch.is_grad_enabled():
+            return nullcontext()
+        return tiled_layers(model, self._settings, self._store)
