@@ -266,7 +266,7 @@ def test_gradients_of_two_backwards_add_up_in_place() -> None:
 
 @pytest.mark.parametrize("settings", [WHOLE, TileSettings(8, 2)])
 def test_a_forward_without_grad_keeps_nothing(settings: TileSettings) -> None:
-    class NoStore:
+    class NoStore(DeviceStore):
         def keep(self, hidden_states: torch.Tensor) -> None:
             raise AssertionError("kept without grad")
 
