@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -192,17 +192,21 @@ def run_rank(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the steps after the first, of the slowest rank."""
+    """Medians over the steps after the first, of the slowest rank; exchange and step also of the one that came last.
 
-    def median(*phases: str) -> float:
-        def of(rank: dict[str, Any]) -> float:
-            return statistics.median(sum(step.get(phase, 0.0) for phase in phases) for step in rank["samples"][1:])
+    A rank whose backward ends first waits for the other's in the exchange. The one that comes last waits for nothing.
+    """
 
-        return max(of(rank) for rank in ranks)
+    def median(*phases: str, of_ranks: Callable[[Iterable[float]], float] = max) -> float:
+        steps = zip(*(rank["samples"][1:] for rank in ranks), strict=True)
+        return statistics.median(
+            of_ranks(sum(rank.get(phase, 0.0) for phase in phases) for rank in step) for step in steps
+        )
 
     return {
         "update_seconds": median("training_step", "norm_and_clip", "optimizer") - median("prepare_inputs"),
-        "visible_exchange_and_step_seconds": median("norm_and_clip", "optimizer"),
+        "visible_exchange_and_step_seconds": median("norm_and_clip", "optimizer", of_ranks=min),
+        "exchange_and_step_seconds_of_the_rank_that_waits": median("norm_and_clip", "optimizer"),
         "peak_allocated_gib": max(max(rank["peak_allocated_gib"]) for rank in ranks),
         "node_pss_gib": sum(max(rank["process_pss_gib"]) for rank in ranks),
         "ranks_equal": all(all(rank["weights_equal_after_each_step"]) for rank in ranks),
