@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tiled_models import Gradients, checkpointing_model, gradients, lora_model, loss_of, relative_error, tiles
 from torch import nn
 
+from trl_budget.activation_store import DeviceStore
 from trl_budget.attention import interceptor_in_use
 from trl_budget.errors import SettingsError
 from trl_budget.layer_tiles import TileSettings
