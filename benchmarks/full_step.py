@@ -170,6 +170,8 @@ def run_mode(name: str, args: argparse.Namespace) -> dict[str, Any]:
             figures.watch(trainer.vllm_generation)
             trainer.train()
             result["samples"] = samples(figures, trainer.state.log_history)
+            if mode.is_ours:
+                result["residency_of_a_step"] = trainer._card.table().splitlines()
     sampler.stop()
     return {**result, **summary(result["samples"])}
 
