@@ -35,7 +35,7 @@ CARD_24 = {
     "vllm_gpu_memory_utilization": 0.92,
     "max_tokens_per_microbatch": 24_576,
 }
-CARD_16 = {"device_memory_budget": "16GiB", "vllm_gpu_memory_utilization": 0.9, "max_tokens_per_microbatch": 8192}
+CARD_16 = {"device_memory_budget": "16GiB", "vllm_gpu_memory_utilization": 0.88, "max_tokens_per_microbatch": 8192}
 MODES = {
     "stock": Mode("stock TRL: fp32 parameters under bf16 autocast, sleep mode, uncapped", STOCK_ENGINE, is_ours=False),
     "ours_24gib": Mode("every lever's default, the card capped at 24 GiB", CARD_24),
