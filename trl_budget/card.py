@@ -44,6 +44,8 @@ class Card:
             return
         self._check()
         self._residency.enter(phase)
+        if phase == Phase.SCORE:
+            self._residency.restore_presences()  # a reward may have used the engine while its models were here
         if phase in (Phase.START, Phase.ROLLOUT):
             release_cached_memory()  # the engine maps memory without asking torch
         self._phase = phase
