@@ -21,6 +21,7 @@ from trl.extras.profiling import profiling_context
 
 from trl_budget import upstream_vllm
 from trl_budget.card import Card
+from trl_budget.checked_rollouts import CheckedTrainer
 from trl_budget.config import budget_setting
 from trl_budget.device_memory import (
     CardMemory,
@@ -30,26 +31,25 @@ from trl_budget.device_memory import (
     read_card_memory,
 )
 from trl_budget.engine_preflight import EngineNeed, check_allocator_settings, check_engine_fits
-from trl_budget.logprob_gap import LogProbGapGate
 from trl_budget.parking import ParkedWeights
 from trl_budget.placement import ResolvedSetting
+from trl_budget.rank_checks import RankChecks
+from trl_budget.ranks import current_ranks
 from trl_budget.residency import Phase
 from trl_budget.rollout import ColocatedGeneration, EngineSettings
 from trl_budget.rollout_policy import RolloutFacts, RolloutPlan, copied_instead, resolve_rollout
 from trl_budget.sequence_length import SequenceRoom, longest_completion, notice_of_cut_completions
 from trl_budget.shared_weights import cpu_state_dict
 from trl_budget.sync_reference import keep_reference_present
-from trl_budget.token_budget import TokenBudgetTrainer
 from trl_budget.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
-GAP_METRIC = "sampling/sampling_logp_difference/mean"
 POLICY = "policy"
 POLICY_PHASES = (Phase.SCORE, Phase.UPDATE, Phase.STEP)
 
 
-class ColocatedTrainer(TokenBudgetTrainer):
+class ColocatedTrainer(CheckedTrainer):
     """`GRPOTrainer` whose vLLM, in the same process, takes turns with it on the card."""
 
     _engine_class: Callable[..., Any] | None = None  # `vllm.LLM`
@@ -79,12 +79,13 @@ class ColocatedTrainer(TokenBudgetTrainer):
         )
         self._rollout_plan = self._resolve_rollouts(args)
         self._parked: dict[nn.Module, ParkedWeights] = {}
-        self._gap_gate = LogProbGapGate()
         self._memory_budget: DeviceMemoryBudget | None = None
         if (budget := budget_setting(args, "device_memory_budget")) is not None and args.device.type == "cuda":
             self._memory_budget = DeviceMemoryBudget(
                 parse_bytes(budget), args.device, unmapped_bytes=upstream_vllm.sleeping_bytes
             )
+        if self._starts_engine or self._memory_budget is not None:
+            self._begin_checks(RankChecks(current_ranks()))
         if self._rollout_plan.sleeps:
             check_allocator_settings(os.environ)
         if self._starts_engine:
@@ -244,6 +245,10 @@ class ColocatedTrainer(TokenBudgetTrainer):
     def _verify_sync(self, llm: Any) -> None:
         self._weight_sync.check(upstream_vllm.engine_model(llm), self._parked_policy, self.state.global_step)
 
+    @property
+    def _watches_gap(self) -> bool:
+        return self._engine is not None
+
     # Scoring
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,34 +265,6 @@ class ColocatedTrainer(TokenBudgetTrainer):
                 if parked is not None:
                     stack.enter_context(self._card.present(parked.name))
             return super()._calculate_rewards(*args, **kwargs)
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """As TRL 1.16; the gap between vLLM's log-probs and the policy's is watched."""
-        before = len(self._gaps)
-        outputs = super()._generate_and_score_completions(inputs)
-        self._watch_gap(before)
-        return outputs
-
-    def _log_sampling_statistics(self, mode: str) -> None:
-        before = len(self._gaps)
-        super()._log_sampling_statistics(mode)
-        self._watch_gap(before)
-
-    @property
-    def _gaps(self) -> list[float]:
-        return self._metrics["train" if self._policy_trains else "eval"].get(GAP_METRIC, [])
-
-    def _watch_gap(self, num_seen: int) -> None:
-        if self._engine is not None and not self._shifts_logprobs and len(self._gaps) > num_seen:
-            self._gap_gate.check(self.state.global_step, self._gaps[-1])
-
-    @property
-    def _shifts_logprobs(self) -> bool:
-        """Whether vLLM's log-probs may be far from the policy's: they are of the tokens that sampling has kept."""
-        args = self.args
-        is_truncated = self.top_p != 1.0 or bool(self.top_k) or bool(self.min_p) or self.repetition_penalty != 1.0
-        is_the_users = bool(args.generation_kwargs) or args.vllm_structured_outputs_regex is not None
-        return is_truncated or is_the_users or self.rollout_func is not None
 
     # Update
 
