@@ -31,6 +31,7 @@ from trl_budget.device_memory import (
     read_card_memory,
 )
 from trl_budget.engine_preflight import EngineNeed, check_allocator_settings, check_engine_fits
+from trl_budget.errors import DeviceMemoryError, SettingsError, WeightSyncError
 from trl_budget.parking import ParkedWeights
 from trl_budget.placement import ResolvedSetting
 from trl_budget.rank_checks import RankChecks
@@ -132,7 +133,7 @@ class ColocatedTrainer(CheckedTrainer):
         settings = EngineSettings(
             sleeps=self._rollout_plan.sleeps,
             dtype=self._rollout_facts.compute_dtype if self._rollout_plan.shares else None,
-            start=self._check_engine_fits,
+            start=self._begin_engine,
             adopt=self._adopt_engine,
             weights=self._parked_policy.host_tensors if reads_parked and self._parked_policy else None,
             after_sync=self._verify_sync,
@@ -145,7 +146,7 @@ class ColocatedTrainer(CheckedTrainer):
 
     def _build_card(self, policy: nn.Module) -> Card:
         if not self._rollout_plan.parks:
-            return Card(budget=self._memory_budget)
+            return Card(budget=self._memory_budget, report=self._checks.report)
         has_ddp = self.args.world_size > 1 and not self._trains_without_ddp
         self._parked_policy = ParkedWeights(
             policy,
@@ -159,7 +160,7 @@ class ColocatedTrainer(CheckedTrainer):
             if isinstance(model, nn.Module):
                 self._parked[model] = ParkedWeights(model, name, device_type=self.args.device.type)
         resident = {phase: frozenset({POLICY} if phase in POLICY_PHASES else ()) for phase in Phase}
-        return Card([self._parked_policy, *self._parked.values()], resident, self._memory_budget)
+        return Card([self._parked_policy, *self._parked.values()], resident, self._memory_budget, self._checks.report)
 
     @property
     def _trains_without_ddp(self) -> bool:
@@ -174,6 +175,14 @@ class ColocatedTrainer(CheckedTrainer):
 
     def _read_card(self) -> CardMemory:
         return read_card_memory(self.args.device, upstream_vllm.sleeping_bytes())
+
+    def _begin_engine(self) -> None:
+        """The ranks start their engines together, or none does."""
+        try:
+            self._check_engine_fits()
+        except (DeviceMemoryError, SettingsError) as error:
+            self._checks.report(error)
+        self._checks.meet("start vLLM")
 
     def _check_engine_fits(self) -> None:
         if self.args.device.type != "cuda":
@@ -243,7 +252,10 @@ class ColocatedTrainer(CheckedTrainer):
         engine.open()
 
     def _verify_sync(self, llm: Any) -> None:
-        self._weight_sync.check(upstream_vllm.engine_model(llm), self._parked_policy, self.state.global_step)
+        try:
+            self._weight_sync.check(upstream_vllm.engine_model(llm), self._parked_policy, self.state.global_step)
+        except WeightSyncError as error:
+            self._checks.report(error)
 
     @property
     def _watches_gap(self) -> bool:
@@ -277,6 +289,8 @@ class ColocatedTrainer(CheckedTrainer):
     def _begin_step(self) -> None:
         """The optimizer step has begun; in the first, logs who held the card in each phase."""
         self._card.enter(Phase.STEP)
+        if self._memory_budget is not None:
+            self._checks.meet("check the device budget")
         if self._rollout_plan.sleeps and self.state.global_step == 0:
             logger.info("Memory of the card by phase, in the first step:\n%s", self._card.table())
 

@@ -15,9 +15,11 @@ import pytest
 from fake_vllm import stand_in_for_vllm
 from tiny import comparable_log, digit_dataset, make_trainer, max_difference, weights
 from transformers import TrainerCallback
+from trl import GRPOConfig
 
 from trl_budget import BudgetGRPOConfig
-from trl_budget.errors import RankError, StalePolicyError
+from trl_budget.device_memory import CardMemory, DeviceMemoryBudget
+from trl_budget.errors import DeviceMemoryError, RankError, StalePolicyError, WeightSyncError
 from trl_budget.ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
@@ -26,6 +28,7 @@ from test_handover import COPYING, SETTINGS, HandoverTrainer
 
 GAP_METRIC = "sampling/sampling_logp_difference/mean"
 FAILING = 1
+GIB = 2**30
 
 
 def rank() -> int:
@@ -58,7 +61,7 @@ def error_of(action: Callable[[], Any], trainer: Any = None) -> dict[str, Any]:
     start = time.monotonic()
     try:
         action()
-    except (RankError, StalePolicyError) as error:
+    except (DeviceMemoryError, RankError, StalePolicyError, WeightSyncError) as error:
         made = {"kind": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
         if trainer is not None:
             made["step"] = trainer.state.global_step
@@ -82,6 +85,65 @@ def one_engine_is_off(folder: str, out: Path, reuse: str) -> dict[str, Any]:
 
     engine._complete = off
     return error_of(trainer.train, trainer)
+
+
+def one_sync_loses_a_weight(folder: str, out: Path, reuse: str) -> dict[str, Any]:
+    settings = {"verify_weight_sync": "always", "learning_rate": 1e-6, "reuse_old_logprobs": reuse}
+    trainer = build(folder, out, **settings)
+    engine = trainer.vllm_generation.llm
+    load_weights = engine.model.load_weights
+
+    def losing(pairs: Any) -> None:
+        load_weights(pairs)
+        if rank() == FAILING and trainer.state.global_step == 1 and "k_proj" in pairs[0][0]:
+            engine.model.view(pairs[0][0]).mul_(1.001)
+
+    engine.model.load_weights = losing
+    return error_of(trainer.train, trainer)
+
+
+class Budgeted(HandoverTrainer):
+    """Under a budget of a card that is not there; one rank holds too much in the phase `too_much_in`."""
+
+    too_much_in = ""
+    caps: tuple[int, ...] = ()
+
+    def _plan_rollouts(self, args: GRPOConfig, *rest: Any, **kwargs: Any) -> None:
+        self._memory_budget = None
+        super()._plan_rollouts(args, *rest, **kwargs)
+        self._memory_budget = DeviceMemoryBudget(
+            16 * GIB, args.device, unmapped_bytes=lambda: 0, read=self._read_card, set_cap=self._note_cap
+        )
+
+    def _read_card(self) -> CardMemory:
+        phase = self._card._phase
+        is_over = rank() == FAILING and phase is not None and phase.value == self.too_much_in
+        used = (20 if is_over else 10) * GIB
+        return CardMemory(total=80 * GIB, free=80 * GIB - used, reserved=used, unmapped=0)
+
+    def _note_cap(self, nbytes: int) -> None:
+        self.caps = (*self.caps, nbytes // GIB)
+
+    def _engine_utilization(self) -> float:
+        return 0.3
+
+
+def one_rank_holds_too_much(folder: str, out: Path, phase: str) -> dict[str, Any]:
+    trainer = build(folder, out, Budgeted)
+    trainer.too_much_in = phase
+    return {**error_of(trainer.train, trainer), "caps": trainer.caps}
+
+
+class NoRoom(HandoverTrainer):
+    """One rank has no room for an engine."""
+
+    def _check_engine_fits(self) -> None:
+        if rank() == FAILING:
+            raise DeviceMemoryError("no room.")
+
+
+def one_engine_has_no_room(folder: str, out: Path) -> dict[str, Any]:
+    return error_of(lambda: build(folder, out, NoRoom))
 
 
 class AsksOnRankZero(TrainerCallback):

@@ -40,6 +40,26 @@ def test_one_engine_whose_log_probs_are_off_is_found_though_the_mean_over_ranks_
 
 
 @REUSES
+def test_a_weight_that_one_sync_loses_ends_the_run_before_the_update(reuse: str, tmp_path: Path) -> None:
+    results = run(programs.one_sync_loses_a_weight, tmp_path, reuse)
+    assert_told(results, "WeightSyncError", "k_proj")
+    assert [result["step"] for result in results] == [1, 1]
+
+
+@pytest.mark.parametrize("phase", ["rollout", "score", "update", "optimizer step"])
+def test_one_card_over_the_budget_ends_the_run_in_the_same_step(phase: str, tmp_path: Path) -> None:
+    results = run(programs.one_rank_holds_too_much, tmp_path, phase)
+    assert_told(results, "DeviceMemoryError", f"In phase '{phase}' the card holds 20.00 GiB")
+    assert [result["step"] for result in results] == [0, 0]
+    assert 80 in results[1]["caps"], "torch would fail under the cap before the ranks meet"
+    assert 80 not in results[0]["caps"]
+
+
+def test_no_engine_starts_where_one_rank_has_no_room(tmp_path: Path) -> None:
+    assert_told(run(programs.one_engine_has_no_room, tmp_path), "DeviceMemoryError", "no room.")
+
+
+@REUSES
 def test_checks_cost_one_exchange_a_rollout_and_a_rank_may_call_its_engine_alone(reuse: str, tmp_path: Path) -> None:
     for result in run(programs.trains, tmp_path, reuse):
         assert result["num_rollouts"] > 3
