@@ -6,10 +6,12 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from trl_budget.device_memory import DeviceMemoryBudget
+from trl_budget.errors import DeviceMemoryError, SettingsError
+from trl_budget.rank_checks import RankChecks
 from trl_budget.residency import Owner, Phase, Residency, release_cached_memory
 
 
@@ -20,6 +22,7 @@ class Card:
         owners: what can be parked; what is not in `resident` in a phase holds no memory of the card then.
         resident: by phase, the names of the owners on the card.
         budget: limit on everything this process holds on the card; None for the card itself.
+        report: takes a breach of the budget; None raises it.
     """
 
     def __init__(
@@ -27,28 +30,32 @@ class Card:
         owners: Sequence[Owner] = (),
         resident: Mapping[Phase, frozenset[str]] | None = None,
         budget: DeviceMemoryBudget | None = None,
+        report: Callable[[Exception], None] | None = None,
     ) -> None:
         self._owners = list(owners)
         self._resident = dict(resident) if resident is not None else dict.fromkeys(Phase, frozenset())
         self._residency = Residency(self._owners, resident=self._resident)
         self._budget = budget
+        self._report = report or RankChecks().report
         self._phase: Phase | None = None
 
     def enter(self, phase: Phase) -> None:
         """Ends the phase before, parks what must leave and brings what must be there.
 
         Raises:
-            DeviceMemoryError: the phase before held more than the budget.
+            DeviceMemoryError: the phase before held more than the budget, and `report` raises.
         """
         if phase == self._phase:
             return
         self._check()
         self._residency.enter(phase)
+        if phase == Phase.SCORE:
+            self._residency.restore_presences()  # a reward may have used the engine while its models were here
         if phase in (Phase.START, Phase.ROLLOUT):
             release_cached_memory()  # the engine maps memory without asking torch
         self._phase = phase
         if self._budget is not None:
-            self._budget.begin(phase.value, pool_wakes=phase == Phase.ROLLOUT)
+            self._begin(self._budget, phase)
 
     def forget(self, name: str) -> None:
         """An owner that is never parked again."""
@@ -66,6 +73,17 @@ class Card:
         """Who held how much in each phase of the last step, measured."""
         return self._residency.table()
 
+    def _begin(self, budget: DeviceMemoryBudget, phase: Phase) -> None:
+        try:
+            budget.begin(phase.value, pool_wakes=phase == Phase.ROLLOUT)
+        except (DeviceMemoryError, SettingsError) as error:
+            self._report(error)
+            budget.lift()  # under the cap of the phase before, torch would fail before the run ends
+
     def _check(self) -> None:
-        if self._budget is not None and self._phase is not None:
+        if self._budget is None or self._phase is None:
+            return
+        try:
             self._budget.check(self._phase.value, {owner.name: owner.device_bytes for owner in self._owners})
+        except DeviceMemoryError as error:
+            self._report(error)

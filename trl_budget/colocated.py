@@ -21,6 +21,7 @@ from trl.extras.profiling import profiling_context
 
 from trl_budget import upstream_vllm
 from trl_budget.card import Card
+from trl_budget.checked_rollouts import CheckedTrainer
 from trl_budget.config import budget_setting
 from trl_budget.device_memory import (
     CardMemory,
@@ -30,26 +31,26 @@ from trl_budget.device_memory import (
     read_card_memory,
 )
 from trl_budget.engine_preflight import EngineNeed, check_allocator_settings, check_engine_fits
-from trl_budget.logprob_gap import LogProbGapGate
+from trl_budget.errors import DeviceMemoryError, SettingsError, WeightSyncError
 from trl_budget.parking import ParkedWeights
 from trl_budget.placement import ResolvedSetting
+from trl_budget.rank_checks import RankChecks
+from trl_budget.ranks import current_ranks
 from trl_budget.residency import Phase
 from trl_budget.rollout import ColocatedGeneration, EngineSettings
 from trl_budget.rollout_policy import RolloutFacts, RolloutPlan, copied_instead, resolve_rollout
 from trl_budget.sequence_length import SequenceRoom, longest_completion, notice_of_cut_completions
 from trl_budget.shared_weights import cpu_state_dict
 from trl_budget.sync_reference import keep_reference_present
-from trl_budget.token_budget import TokenBudgetTrainer
 from trl_budget.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
-GAP_METRIC = "sampling/sampling_logp_difference/mean"
 POLICY = "policy"
 POLICY_PHASES = (Phase.SCORE, Phase.UPDATE, Phase.STEP)
 
 
-class ColocatedTrainer(TokenBudgetTrainer):
+class ColocatedTrainer(CheckedTrainer):
     """`GRPOTrainer` whose vLLM, in the same process, takes turns with it on the card."""
 
     _engine_class: Callable[..., Any] | None = None  # `vllm.LLM`
@@ -79,12 +80,13 @@ class ColocatedTrainer(TokenBudgetTrainer):
         )
         self._rollout_plan = self._resolve_rollouts(args)
         self._parked: dict[nn.Module, ParkedWeights] = {}
-        self._gap_gate = LogProbGapGate()
         self._memory_budget: DeviceMemoryBudget | None = None
         if (budget := budget_setting(args, "device_memory_budget")) is not None and args.device.type == "cuda":
             self._memory_budget = DeviceMemoryBudget(
                 parse_bytes(budget), args.device, unmapped_bytes=upstream_vllm.sleeping_bytes
             )
+        if self._starts_engine or self._memory_budget is not None:
+            self._begin_checks(RankChecks(current_ranks()))
         if self._rollout_plan.sleeps:
             check_allocator_settings(os.environ)
         if self._starts_engine:
@@ -131,7 +133,7 @@ class ColocatedTrainer(TokenBudgetTrainer):
         settings = EngineSettings(
             sleeps=self._rollout_plan.sleeps,
             dtype=self._rollout_facts.compute_dtype if self._rollout_plan.shares else None,
-            start=self._check_engine_fits,
+            start=self._begin_engine,
             adopt=self._adopt_engine,
             weights=self._parked_policy.host_tensors if reads_parked and self._parked_policy else None,
             after_sync=self._verify_sync,
@@ -144,7 +146,7 @@ class ColocatedTrainer(TokenBudgetTrainer):
 
     def _build_card(self, policy: nn.Module) -> Card:
         if not self._rollout_plan.parks:
-            return Card(budget=self._memory_budget)
+            return Card(budget=self._memory_budget, report=self._checks.report)
         has_ddp = self.args.world_size > 1 and not self._trains_without_ddp
         self._parked_policy = ParkedWeights(
             policy,
@@ -158,7 +160,7 @@ class ColocatedTrainer(TokenBudgetTrainer):
             if isinstance(model, nn.Module):
                 self._parked[model] = ParkedWeights(model, name, device_type=self.args.device.type)
         resident = {phase: frozenset({POLICY} if phase in POLICY_PHASES else ()) for phase in Phase}
-        return Card([self._parked_policy, *self._parked.values()], resident, self._memory_budget)
+        return Card([self._parked_policy, *self._parked.values()], resident, self._memory_budget, self._checks.report)
 
     @property
     def _trains_without_ddp(self) -> bool:
@@ -173,6 +175,14 @@ class ColocatedTrainer(TokenBudgetTrainer):
 
     def _read_card(self) -> CardMemory:
         return read_card_memory(self.args.device, upstream_vllm.sleeping_bytes())
+
+    def _begin_engine(self) -> None:
+        """The ranks start their engines together, or none does."""
+        try:
+            self._check_engine_fits()
+        except (DeviceMemoryError, SettingsError) as error:
+            self._checks.report(error)
+        self._checks.meet("start vLLM")
 
     def _check_engine_fits(self) -> None:
         if self.args.device.type != "cuda":
@@ -242,7 +252,14 @@ class ColocatedTrainer(TokenBudgetTrainer):
         engine.open()
 
     def _verify_sync(self, llm: Any) -> None:
-        self._weight_sync.check(upstream_vllm.engine_model(llm), self._parked_policy, self.state.global_step)
+        try:
+            self._weight_sync.check(upstream_vllm.engine_model(llm), self._parked_policy, self.state.global_step)
+        except WeightSyncError as error:
+            self._checks.report(error)
+
+    @property
+    def _watches_gap(self) -> bool:
+        return self._engine is not None
 
     # Scoring
 
@@ -261,34 +278,6 @@ class ColocatedTrainer(TokenBudgetTrainer):
                     stack.enter_context(self._card.present(parked.name))
             return super()._calculate_rewards(*args, **kwargs)
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """As TRL 1.16; the gap between vLLM's log-probs and the policy's is watched."""
-        before = len(self._gaps)
-        outputs = super()._generate_and_score_completions(inputs)
-        self._watch_gap(before)
-        return outputs
-
-    def _log_sampling_statistics(self, mode: str) -> None:
-        before = len(self._gaps)
-        super()._log_sampling_statistics(mode)
-        self._watch_gap(before)
-
-    @property
-    def _gaps(self) -> list[float]:
-        return self._metrics["train" if self._policy_trains else "eval"].get(GAP_METRIC, [])
-
-    def _watch_gap(self, num_seen: int) -> None:
-        if self._engine is not None and not self._shifts_logprobs and len(self._gaps) > num_seen:
-            self._gap_gate.check(self.state.global_step, self._gaps[-1])
-
-    @property
-    def _shifts_logprobs(self) -> bool:
-        """Whether vLLM's log-probs may be far from the policy's: they are of the tokens that sampling has kept."""
-        args = self.args
-        is_truncated = self.top_p != 1.0 or bool(self.top_k) or bool(self.min_p) or self.repetition_penalty != 1.0
-        is_the_users = bool(args.generation_kwargs) or args.vllm_structured_outputs_regex is not None
-        return is_truncated or is_the_users or self.rollout_func is not None
-
     # Update
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,10 +287,12 @@ class ColocatedTrainer(TokenBudgetTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _begin_step(self) -> None:
-        """The optimizer step has begun; in the first, logs who held the card in each phase."""
+        """The optimizer step has begun; in the first, prints who held the card in each phase."""
         self._card.enter(Phase.STEP)
+        if self._memory_budget is not None:
+            self._checks.meet("check the device budget")
         if self._rollout_plan.sleeps and self.state.global_step == 0:
-            logger.info("Memory of the card by phase, in the first step:\n%s", self._card.table())
+            self.accelerator.print(f"Memory of the card by phase, in the first step:\n{self._card.table()}")
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """As transformers 5.24; the optimizer step has begun."""

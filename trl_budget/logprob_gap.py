@@ -31,8 +31,8 @@ class LogProbGapGate:
     - The median, and of all batches: one odd batch does not move it, and a gap that creeps up because no sync ever
       happens runs ahead of it. Twice the limit fails in any case.
 
-    What it misses: a stale policy after updates so small that the log-probs hardly move, and one stale rank of many
-    if the gap is a mean over ranks. `verify_weight_sync` finds both.
+    What it misses: a stale policy after updates so small that the log-probs hardly move, which `verify_weight_sync`
+    finds. One stale rank of many is found if the gap is that of the worst rank: a mean over ranks divides it.
 
     Args:
         limit: mean absolute difference in nats per token, above 0.
@@ -66,7 +66,8 @@ class LogProbGapGate:
 
         Args:
             step: optimizer steps so far, for the error.
-            gap: mean absolute difference over the completion tokens of the batch, in nats. NaN and 0.0 stand for a
+            gap: mean absolute difference over the completion tokens of the batch, in nats, of the rank where it is
+                largest. NaN and 0.0 stand for a
                 batch without tokens, as TRL reports it: they pass and leave the usual gap as it is.
 
         Raises:

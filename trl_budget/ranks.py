@@ -112,10 +112,7 @@ class Ranks:
             raise self._lost(operation, lost) from lost
         failed = [(rank, said) for rank, (_, said, _) in enumerate(gathered) if said is not None]
         if failed and error is None:
-            raise RankError(
-                f"Rank {failed[0][0]} failed while rank {self.rank} was at '{operation}': {failed[0][1]} The ranks "
-                "step one optimizer together, so all of them stop. Repair what that rank reports and start again."
-            )
+            raise self.failure_of(failed[0][0], operation, failed[0][1])
         if not failed and len({name for name, _, _ in gathered}) > 1:
             where = ", ".join(f"rank {rank} at '{name}'" for rank, (name, _, _) in enumerate(gathered))
             raise RankError(
@@ -123,6 +120,13 @@ class Ranks:
                 "send. Run the same optimizer calls on every rank, in the same order."
             )
         return [message for _, _, message in gathered]
+
+    def failure_of(self, rank: int, operation: str, error: str) -> RankError:
+        """What this rank raises when another has failed."""
+        return RankError(
+            f"Rank {rank} failed while rank {self.rank} was at '{operation}': {error} The ranks train one policy "
+            "together, so all of them stop. Repair what that rank reports and start again."
+        )
 
     def _lost(self, operation: str, reason: object) -> RankError:
         return RankError(

@@ -155,6 +155,16 @@ class Residency:
             if not self._presences[name] and name not in self._resident[self._phase]:
                 self._park([owner])
 
+    def restore_presences(self) -> None:
+        """Brings back who is inside a `present()` and left in a phase that has been entered and ended there.
+
+        Raises:
+            ParkedError: one could not come back, and is parked.
+        """
+        for name, num_presences in self._presences.items():
+            if num_presences > 0:
+                self._unpark(self._owners[name])
+
     def rows(self) -> list[ResidencyRow]:
         """The rows of the last full cycle and of the running one, oldest first.
 

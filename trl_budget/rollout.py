@@ -27,6 +27,7 @@ from trl_budget.sequence_length import (
     notice_of_cut_completions,
     refused_cache,
 )
+from trl_budget.upstream_engine import EngineProxy
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class ColocatedGeneration(VLLMGeneration):
         try:
             self._settings.start()
             self._set_environment()
-            self.llm = build(**self._engine_arguments())
+            engine = build(**self._engine_arguments())
+            self.llm = EngineProxy(engine, self._opened) if self._settings.sleeps else engine
         except BaseException as error:
             self._card.enter(Phase.SCORE)  # the models may be the user's, who may try again with them
             refusal = upstream_vllm.cache_refusal(error)
@@ -160,6 +162,13 @@ class ColocatedGeneration(VLLMGeneration):
         self._take_card()
         self._wake("weights")
         self._wake("kv_cache")
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """For a user's call of the engine; inside a session that has opened it, changes nothing."""
+        with self.session():
+            self.open()
+            yield
 
     def close(self) -> None:
         """Gives the trainer the card back; an engine that does not sleep only drops what a failure has left."""

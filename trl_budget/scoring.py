@@ -63,6 +63,20 @@ def importance_sampling_ratio(
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
+def sampling_gap(old_per_token_logps: Tensor, sampling_per_token_logps: Tensor, mask: Tensor) -> float:
+    """Mean absolute difference between the policy's log-probs and vLLM's on this rank, in nats per token.
+
+    TRL logs the mean of this over ranks. Shapes as for `importance_sampling_ratio`; 0.0 without tokens.
+    """
+    difference = _known_differences(old_per_token_logps, sampling_per_token_logps, mask)
+    return difference.mean().item() if difference.numel() > 0 else 0.0
+
+
+def _known_differences(old_per_token_logps: Tensor, sampling_per_token_logps: Tensor, mask: Tensor) -> Tensor:
+    difference = (old_per_token_logps - sampling_per_token_logps).abs()
+    return difference[mask.bool() & ~torch.isnan(difference)]
+
+
 class SamplingStatistics:
     """Collects a generation batch's log-probs and ratios and logs the `sampling/*` metrics once, as stock does.
 
@@ -80,10 +94,15 @@ class SamplingStatistics:
         """Whether rows have been added since the last `log`."""
         return bool(self._ratios)
 
+    @property
+    def gap(self) -> float:
+        """`sampling_gap` of the rows added since the last `log`."""
+        difference = torch.cat(self._differences) if self._differences else torch.zeros(0)
+        return difference.mean().item() if difference.numel() > 0 else 0.0
+
     def add(self, old_per_token_logps: Tensor, sampling_per_token_logps: Tensor, mask: Tensor, ratio: Tensor) -> None:
         """Takes some rows of the generation batch, shapes as for `importance_sampling_ratio`."""
-        difference = (old_per_token_logps - sampling_per_token_logps).abs()
-        self._differences.append(difference[mask.bool() & ~torch.isnan(difference)])
+        self._differences.append(_known_differences(old_per_token_logps, sampling_per_token_logps, mask))
         self._ratios.append(ratio.flatten() if self._settings.is_per_sequence else ratio[mask.bool()])
 
     def log(self, metrics: Metrics, gather: Callable[[Tensor], Tensor]) -> None:

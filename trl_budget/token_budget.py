@@ -192,7 +192,7 @@ class TokenBudgetTrainer(GRPOTrainer):
         if not (self._reuse_facts.corrects_sampling and is_missing):
             return
         old = inputs.get("old_per_token_logps", live_logps)
-        sampling, mask = inputs["sampling_per_token_logps"], _loss_mask(inputs)
+        sampling, mask = inputs["sampling_per_token_logps"], loss_mask(inputs)
         ratio = importance_sampling_ratio(old, sampling, mask, self._ratio_settings)
         inputs["importance_sampling_ratio"] = ratio
         if is_counted:
@@ -282,7 +282,7 @@ class TokenBudgetTrainer(GRPOTrainer):
 TokenBudgetTrainer._own_class = TokenBudgetTrainer
 
 
-def _loss_mask(inputs: MicroBatch) -> Tensor:
+def loss_mask(inputs: MicroBatch) -> Tensor:
     """`[B, C]`: 1 on the tokens of the loss."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

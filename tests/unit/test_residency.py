@@ -150,6 +150,16 @@ def test_an_owner_leaves_when_the_block_fails() -> None:
     assert stage.present == []
 
 
+def test_who_left_in_a_phase_inside_a_block_is_brought_back_until_the_block_ends() -> None:
+    stage = Stage()
+    with stage.residency.present("reference"):
+        stage.residency.enter(Phase.ROLLOUT)
+        stage.residency.restore_presences()
+        assert stage.present == ["reference"]
+    stage.residency.restore_presences()
+    assert stage.present == []
+
+
 def test_a_phase_entered_inside_a_block_decides() -> None:
     stage = Stage()
     with stage.residency.present("reference"):
