@@ -1,57 +1,46 @@
-"""The long-context levers under what users do with a trainer: fp32 on the CPU, whole trainers, stock TRL beside them.
+"""The long-context levers under the settings and models that users bring: fp32 on the CPU, whole trainers.
 
-Offload alone keeps every bit. Tiles and groups of heads are within 1e-6 of stock's gradient. What cannot be served is
-refused when the trainer is built.
+Offload alone keeps every bit of stock TRL's gradients. Tiles and groups of heads are within 1e-6 of their norm. What
+cannot be served is refused when the trainer is built.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compat_pairs import log_of
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from tiny import comparable_log, digit_dataset, make_trainer, max_difference, save_tiny_model, tiny_model, weights
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_seed
+from lever_pairs import (
+    ALL,
+    LEVERS,
+    OFF,
+    OFFLOAD,
+    PACKED,
+    SHAPE,
+    assert_nothing_kept,
+    assert_same_steps,
+    assert_trains_as_stock,
+    build,
+    difference,
+    lora,
+    run,
+)
+from peft import get_peft_model
+from tiny import save_tiny_model, tiny_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from trl import GRPOTrainer
 
-from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
+from trl_budget import BudgetGRPOTrainer, long_context, upstream, upstream_model
 from trl_budget.errors import SettingsError
-from trl_budget.pinned import host_slab_bytes
 
-Gradients = dict[str, Tensor]
-SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-LEVERS: dict[str, Any] = {"activation_offload": "on", "tiled_mlp": 7, "attention_head_groups": 2}
-OFFLOAD: dict[str, Any] = {"activation_offload": "on", "tiled_mlp": "off", "attention_head_groups": "off"}
-PACKED = {"padding_free": "on", "max_tokens_per_microbatch": 50}
-CHECKPOINTING = {"gradient_checkpointing": True, "max_completion_length": 10, "max_steps": 1}
+EITHER = pytest.mark.parametrize("levers", LEVERS.values(), ids=LEVERS.keys())
 SIZES = {
-    "vocab_size": 258,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
-
-
-def prompts(rows: int = 64) -> Dataset:
-    """Prompts of several lengths, so that rows are padded."""
-    return Dataset.from_list([{"prompt": "x" * (i * 3 % 7) + "7? ", "digit": "7"} for i in range(rows)])
-
-
-def lora(**settings: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings})
+    "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
 
 
 def family(name: str, **overrides: Any) -> Any:
@@ -60,133 +49,239 @@ def family(name: str, **overrides: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
-def watched(trainer_class: type, steps: list[Gradients]) -> type:
-    """Leaves the gradients of every step, before they are clipped, in `steps`."""
-
-    class Watched(trainer_class):  # type: ignore[misc]
-        def _clip_grad_norm(self, model: Any) -> Any:
-            host = getattr(self, "_host_adamw", None)
-            found = {}
-            for name, parameter in self.model.named_parameters():
-                gradient = None
-                if parameter.requires_grad:
-                    gradient = parameter.grad if host is None else host.gradient(parameter)
-                if gradient is not None:
-                    found[name] = gradient.detach().clone()
-            steps.append(found)
-            return super()._clip_grad_norm(model)
-
-    return Watched
+# Settings
 
 
-def build(trainer_class: type, folder: Path, model: Any = None, kwargs: Any = None, **settings: Any) -> Any:
-    if issubclass(trainer_class, BudgetGRPOTrainer):
-        settings["config_class"] = BudgetGRPOConfig
-    model = tiny_model(**SHAPE) if model is None else model
-    kwargs = {"train_dataset": prompts(), **(kwargs() if callable(kwargs) else kwargs or {})}
-    return make_trainer(trainer_class, folder, model, trainer_kwargs=kwargs, **{**CHECKPOINTING, **settings})
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"])
+def test_every_loss_has_stocks_gradient(loss_type: str, tmp_path: Path) -> None:
+    assert_trains_as_stock(tmp_path, ALL, loss_type=loss_type)
 
 
-def run(
-    trainer_class: type, folder: Path, *, change: Callable[[Any], object] = lambda trainer: None, **settings: Any
-) -> tuple[Any, list[Gradients]]:
-    """A trainer that has trained, and its gradients; `change` is called between construction and training."""
-    steps: list[Gradients] = []
-    trainer = build(watched(trainer_class, steps), folder, **settings)
-    change(trainer)
-    trainer.train()
-    assert steps and steps[0]
-    return trainer, steps
-
-
-def difference(ours: Gradients, stock: Gradients) -> float:
-    assert ours.keys() == stock.keys()
-    norm = torch.stack([value.double().norm() for value in stock.values()]).norm()
-    assert norm > 0
-    return float(torch.stack([(ours[n].double() - stock[n].double()).norm() for n in stock]).norm() / norm)
-
-
-def assert_same_gradients(
-    tmp_path: Path,
-    *,
-    levers: dict[str, Any] = LEVERS,
-    stock_class: type = GRPOTrainer,
-    ours_class: type = BudgetGRPOTrainer,
-    later: float = 1e-4,
-    **settings: Any,
-) -> tuple[Any, Any]:
-    """The first step's gradient within 1e-6 of stock's, and of later ones, whose weights differ a little, too."""
-    ours_only = {name: settings.pop(name) for name in [*settings] if name in BudgetGRPOConfig.__dataclass_fields__
-                 and name not in GRPOConfigFields}
-    stock, expected = run(stock_class, tmp_path / "stock", **settings)
-    ours, found = run(ours_class, tmp_path / "ours", **levers, **ours_only, **settings)
-    assert len(found) == len(expected)
-    for index, (mine, its) in enumerate(zip(found, expected, strict=True)):
-        assert difference(mine, its) <= (1e-6 if index == 0 else later)
-    store = ours._layer_passes._store
-    assert store.used_bytes == store.device_bytes == 0
-    return stock, ours
-
-
-from trl import GRPOConfig
-
-GRPOConfigFields = set(GRPOConfig.__dataclass_fields__)
-SMALL = {"learning_rate": 1e-6}
-
-
-@pytest.mark.parametrize(
-    "loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
-)
-def test_loss(loss_type, tmp_path):
-    assert_same_gradients(tmp_path, loss_type=loss_type)
-
-
-@pytest.mark.parametrize("settings", [
+SETTINGS: list[dict[str, Any]] = [
     {"num_iterations": 2, "max_steps": 3},
     {"gradient_accumulation_steps": 3, "max_steps": 2},
-    {"gradient_accumulation_steps": 2, "max_steps": 2, **PACKED},
-    {"gradient_accumulation_steps": 2, "max_tokens_per_microbatch": 30, "max_steps": 2, "padding_free": "off"},
-    {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4, **PACKED},
-    {"optimizer_placement": "device"},
-    {"optimizer_placement": "host", "gradient_placement": "host", "gradient_accumulation_steps": 2},
-    {"optimizer_placement": "host", "gradient_placement": "device", "gradient_accumulation_steps": 2},
     {"top_entropy_quantile": 0.5},
     {"entropy_coef": 0.01},
     {"importance_sampling_level": "sequence"},
-    {"mask_truncated_completions": True, "max_completion_length": 3},
-    {"use_bias_correction_kl": True},
-    {"delta": 1.5},
-], ids=str)
-@pytest.mark.parametrize("kwargs", [None, lambda: {"peft_config": lora()}], ids=["full", "lora"])
-def test_settings(settings, kwargs, tmp_path):
-    if kwargs and settings.get("optimizer_placement"):
-        pytest.skip()
-    assert_same_gradients(tmp_path, kwargs=kwargs, **SMALL, **settings)
+]
 
 
-@pytest.mark.parametrize("levers", [LEVERS, OFFLOAD, {**LEVERS, "activation_offload": "off"}], ids=["all", "off", "tiles"])
-def test_ref(levers, tmp_path):
-    folder = save_tiny_model(tmp_path / "model", **SHAPE)
-    settings = {"model": folder, "beta": 0.1, "max_steps": 3, "model_init_kwargs": {"dtype": "float32"}}
-    stock, ours = run(GRPOTrainer, tmp_path / "s", **settings, **SMALL, sync_ref_model=True, ref_model_sync_steps=1)
-    our, steps = run(BudgetGRPOTrainer, tmp_path / "o", **settings, **levers, **SMALL, sync_ref_model=True, ref_model_sync_steps=1)
-    for i, (a, b) in enumerate(zip(steps, ours)):
-        print(difference(a, b))
-        assert difference(a, b) <= (0.0 if levers is OFFLOAD else 1e-6 if i == 0 else 1e-3)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
+def test_settings_of_the_update_have_stocks_gradient(is_lora: bool, settings: dict[str, Any], tmp_path: Path) -> None:
+    kwargs = {"kwargs": lambda: {"peft_config": lora()}} if is_lora else {}
+    assert_trains_as_stock(tmp_path, ALL, **kwargs, **settings)
 
 
-def test_peft_ref(tmp_path):
-    folder = save_tiny_model(tmp_path / "model", **SHAPE)
-    assert_same_gradients(tmp_path, model=folder, beta=0.1, model_init_kwargs={"dtype": "float32"}, max_steps=2, **SMALL,
-                          kwargs=lambda: {"peft_config": lora()})
+@EITHER
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"optimizer_placement": "device"},
+        {"optimizer_placement": "host", "gradient_placement": "host"},
+        {"optimizer_placement": "host", "gradient_placement": "device"},
+    ],
+    ids=str,
+)
+def test_wherever_gradients_and_optimizer_are_the_gradient_is_stocks(
+    placement: dict[str, Any], levers: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    assert_trains_as_stock(tmp_path, levers, ours_only=placement, **settings)
 
 
-@pytest.mark.parametrize("extra", [{}, {"padding_free": "on"}, PACKED], ids=["padded", "packed", "passes"])
-@pytest.mark.parametrize(("name", "overrides"), [
-    ("llama", {}), ("qwen2", {}), ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
-    ("gemma", {}), ("gemma3_text", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}), ("gemma2", {"sliding_window": 5}), ("olmo2", {}), ("mistral", {"sliding_window": 6}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}), ("phi3", {}), ("cohere", {}), ("granite", {}), ("glm", {}), ("smollm3", {}), ("gpt_oss", {}), ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}), ("gpt_neox", {}), ("starcoder2", {}), ("olmo3", {"sliding_window": 5}), ("lfm2", {}), ("falcon_h1", {}), ("gemma3n_text", {}), ("ministral", {"sliding_window": 5})
-], ids=str)
-@pytest.mark.parametrize("tied", [True, False])
-def test_family(name, overrides, tied, extra, tmp_path):
-    model = family(name, tie_word_embeddings=tied, **overrides)
-    assert_same_gradients(tmp_path, model=model, **extra)
+@EITHER
+@pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("layout", [PACKED, {"padding_free": "off", "max_tokens_per_microbatch": 30}], ids=str)
+def test_many_passes_have_the_gradient_of_those_without_levers(
+    layout: dict[str, Any], is_lora: bool, levers: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 3}
+    settings |= {"kwargs": lambda: {"peft_config": lora()}} if is_lora else {}
+    _, expected = run(BudgetGRPOTrainer, tmp_path, **OFF, **layout, **settings)
+    ours, found = run(BudgetGRPOTrainer, tmp_path, **levers, **layout, **settings)
+    assert_same_steps(found, expected, levers)
+    assert_nothing_kept(ours)
+
+
+@EITHER
+@pytest.mark.parametrize("is_lora", [False, True], ids=["a synchronised reference model", "adapters off"])
+def test_the_kl_to_either_kind_of_reference_is_stocks(is_lora: bool, levers: dict[str, Any], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"kwargs": lambda: {"peft_config": lora()}} if is_lora else {"sync_ref_model": True}
+    settings |= {"model": save_tiny_model(tmp_path / "model", **SHAPE), "model_init_kwargs": {"dtype": "float32"}}
+    assert_trains_as_stock(tmp_path, levers, beta=0.1, ref_model_sync_steps=1, max_steps=3, **settings)
+
+
+# Models
+
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"tie_word_embeddings": True}),
+    ("qwen2", {"tie_word_embeddings": False}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    ("gemma", {"tie_word_embeddings": True}),
+    ("gemma3_text", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("olmo2", {"tie_word_embeddings": False}),
+    ("mistral", {"sliding_window": 6, "tie_word_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize("layout", [{}, {"padding_free": "on"}], ids=["padded", "packed"])
+@pytest.mark.parametrize(("name", "overrides"), FAMILIES, ids=str)
+def test_the_gradient_of_a_family_is_stocks(
+    name: str, overrides: dict[str, Any], layout: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_trains_as_stock(tmp_path, ALL, model=family(name, **overrides), ours_only=layout)
+
+
+@EITHER
+def test_layers_with_positional_arguments_are_refused_at_construction(levers: dict[str, Any], tmp_path: Path) -> None:
+    model = family("gpt2", n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    with pytest.raises(SettingsError, match=r"=\S+ was asked for, but .*A GPT2Block is called with 4 positional"):
+        build(BudgetGRPOTrainer, tmp_path, model, **levers)
+
+
+def test_layers_that_fail_in_tiles_in_their_own_way_are_refused_and_offloaded(tmp_path: Path) -> None:
+    """A convolution over the sequence with a mask: cut, it raises a RuntimeError of its own."""
+    model = family("lfm2", layer_types=["conv", "full_attention"])
+    with pytest.raises(SettingsError, match=r"tiled_mlp=7 was asked for, but a trial run of its layers failed"):
+        build(BudgetGRPOTrainer, tmp_path, model, **ALL)
+    assert_trains_as_stock(tmp_path, OFFLOAD, model=model)
+
+
+FROZEN = [("embed", "layers.0"), ("layers.1",), ("layers",), ("layers.2", "norm"), ("q_proj", "k_proj", "embed")]
+
+
+@EITHER
+@pytest.mark.parametrize("names", FROZEN, ids=str)
+def test_frozen_layers_leave_stocks_gradient(names: tuple[str, ...], levers: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model(**SHAPE, num_hidden_layers=3)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in names))
+    assert_trains_as_stock(tmp_path, levers, model=model, max_steps=2)
+
+
+ADAPTERS: list[dict[str, Any]] = [
+    {"modules_to_save": ["lm_head", "embed_tokens"]},
+    {"modules_to_save": ["mlp"], "target_modules": ["q_proj", "v_proj"]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+    {"use_dora": True},
+]
+
+
+@EITHER
+@pytest.mark.parametrize("settings", ADAPTERS, ids=str)
+def test_kinds_of_adapters_have_stocks_gradient(
+    settings: dict[str, Any], levers: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model(**SHAPE, tie_word_embeddings=False)
+    assert_trains_as_stock(
+        tmp_path, levers, model=model, kwargs=lambda: {"peft_config": lora(**settings)}, max_steps=2
+    )
+
+
+@EITHER
+@pytest.mark.parametrize("active", ["default", ["default", "second"]], ids=str)
+def test_one_or_several_active_adapters_of_two_have_stocks_gradient(
+    active: Any, levers: dict[str, Any], tmp_path: Path
+) -> None:
+    model = get_peft_model(tiny_model(**SHAPE), lora())
+    model.add_adapter("second", lora(r=2, target_modules=["q_proj"]))
+    model.base_model.set_adapter(active)
+    assert_trains_as_stock(tmp_path, levers, model=model, max_steps=2)
+
+
+# Dropout, and what auto does
+
+
+def test_dropout_of_live_adapters_is_offloaded_bit_by_bit(tmp_path: Path) -> None:
+    assert_trains_as_stock(tmp_path, OFFLOAD, kwargs=lambda: {"peft_config": lora(lora_dropout=0.2)}, max_steps=3)
+
+
+@pytest.fixture
+def _full_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` decides as on a card on which no row fits, whatever is turned on."""
+    collect = upstream_model.long_context_facts
+
+    def facts(trainer: Any, *, copies_to_come: int) -> Any:
+        collected = collect(trainer, copies_to_come=copies_to_come)
+        return dataclasses.replace(collected, device_type="cuda", bf16=True, longest_row_tokens=10**6)
+
+    def tokens(free: int, fixed: int, shape: Any, levers: Any) -> int:
+        return 1 + levers.offload + (levers.tile_tokens is not None) + (levers.num_head_groups or 0)
+
+    monkeypatch.setattr(upstream_model, "long_context_facts", facts)
+    monkeypatch.setattr(long_context, "tokens_that_fit", tokens)
+    monkeypatch.setattr(long_context, "AUTO_TILE_TOKENS", ALL["tiled_mlp"])
+
+
+def settings_of(trainer: Any) -> list[str]:
+    values = {row.name: row.value for row in trainer.resolved_settings}
+    return [values[name] for name in ALL]
+
+
+def mixing_model() -> Any:
+    """Every layer looks at the token before, outside attention."""
+    model = tiny_model(**SHAPE)
+    layer_class = type(model.model.layers[0])
+
+    class Mixing(layer_class):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            before = torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+            return super().forward(hidden_states + before, **kwargs)
+
+    for layer in model.model.layers:
+        layer.__class__ = Mixing
+    return model
+
+
+@pytest.mark.usefixtures("_full_card")
+def test_auto_turns_everything_on_where_it_can(tmp_path: Path) -> None:
+    _, ours = assert_trains_as_stock(tmp_path, {}, max_steps=2)
+    assert settings_of(ours) == ["on", "7", "2"]
+
+
+@pytest.mark.usefixtures("_full_card")
+@pytest.mark.parametrize("asked", [{}, {"activation_offload": "on"}], ids=str)
+def test_what_cannot_be_tiled_is_offloaded_all_the_same(asked: dict[str, Any], tmp_path: Path) -> None:
+    dropout = {"kwargs": lambda: {"peft_config": lora(lora_dropout=0.2)}}
+    for number, settings in enumerate([{"model": mixing_model()}, dropout]):
+        _, ours = assert_trains_as_stock(tmp_path / str(number), asked, max_steps=2, **settings)
+        assert settings_of(ours) == ["on", "off", "off"]
+
+
+@EITHER
+def test_torch_compile_is_refused_at_construction(levers: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"torch_compile": True, "torch_compile_backend": "eager"}
+    with pytest.raises(SettingsError, match="activation_offload='on' was asked for, but torch_compile=True"):
+        build(BudgetGRPOTrainer, tmp_path, **settings, **levers)
+
+
+# bf16
+
+
+@EITHER
+@pytest.mark.parametrize("kind", ["bf16 model", "fp32 adapters over bf16", "fp32 model"])
+def test_under_bf16_autocast_levers_are_as_accurate_as_stock(
+    kind: str, levers: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny_model(torch.float32 if kind == "fp32 model" else torch.bfloat16, **SHAPE)
+    settings: dict[str, Any] = {"kwargs": lambda: {"peft_config": lora()}} if "adapters" in kind else {}
+    _, (stock, *_) = run(GRPOTrainer, tmp_path, model=model, bf16=True, **settings)
+    _, (ours, *_) = run(BudgetGRPOTrainer, tmp_path, model=model, bf16=True, **levers, **settings)
+    assert difference(ours, stock) <= (0.0 if levers == OFFLOAD else 2**-8)  # one rounding of bf16
+
+
+@EITHER
+def test_a_bf16_policy_with_fp32_masters_has_the_gradient_of_one_without_levers(
+    levers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    collect = upstream.placement_facts
+    is_cuda = {"device_type": "cuda", "bf16": True}
+    monkeypatch.setattr(
+        upstream, "placement_facts", lambda *args, **kwargs: dataclasses.replace(collect(*args, **kwargs), **is_cuda)
+    )
+    _, (expected, *_) = run(BudgetGRPOTrainer, tmp_path, **OFF)
+    ours, (found, *_) = run(BudgetGRPOTrainer, tmp_path, **levers)
+    assert {p.dtype for p in ours.model.parameters()} == {torch.bfloat16}
+    assert difference(found, expected) <= (0.0 if levers == OFFLOAD else 2**-8)
