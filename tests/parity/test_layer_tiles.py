@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tiled_models import Gradients, checkpointing_model, gradients, lora_model, loss_of, relative_error, tiles
 from torch import nn
 
+from trl_budget.activation_store import DeviceStore
 from trl_budget.attention import interceptor_in_use
 from trl_budget.errors import SettingsError
 from trl_budget.layer_tiles import TileSettings
@@ -266,7 +267,7 @@ def test_gradients_of_two_backwards_add_up_in_place() -> None:
 
 @pytest.mark.parametrize("settings", [WHOLE, TileSettings(8, 2)])
 def test_a_forward_without_grad_keeps_nothing(settings: TileSettings) -> None:
-    class NoStore:
+    class NoStore(DeviceStore):
         def keep(self, hidden_states: torch.Tensor) -> None:
             raise AssertionError("kept without grad")
 
