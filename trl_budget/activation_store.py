@@ -43,6 +43,9 @@ class ActivationStore(Protocol):
     def leave_device(self) -> None:
         """Lets go of what can be brought back later. Called when the forward has ended, before the head's backward."""
 
+    def give_up(self) -> None:
+        """Lets go of all activations: the step that they belong to was aborted, and its backward will not run."""
+
 
 class DeviceStore:
     """Keeps the tensor itself, where it is: what torch's own checkpointing does."""
@@ -52,6 +55,9 @@ class DeviceStore:
 
     def leave_device(self) -> None:
         """Everything stays."""
+
+    def give_up(self) -> None:
+        """Everything goes with the graph that refers to it."""
 
     def keep(self, hidden_states: Tensor) -> KeptActivation:
         """Holds a reference."""

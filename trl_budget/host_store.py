@@ -92,7 +92,7 @@ class HostStore:
         allocate: Callable[..., HostSlab] = HostSlab,
     ) -> None:
         self._stack: list[_Entry] = []
-        self._device = _with_index(torch.device(device))
+        self._device = _as_tensors_name_it(torch.device(device))
         self._copies = copies or _copies(self._device)
         self._slab = ActivationSlab(pin=self._device.type == "cuda" if pin is None else pin, allocate=allocate)
         self.reserve(capacity_bytes)
@@ -143,6 +143,11 @@ class HostStore:
             self._copies.finish()
         self._slab.replace(num_bytes)
 
+    def can_reserve(self, num_bytes: int) -> bool:
+        """Whether `reserve` would not meet activations in the memory that it has to replace."""
+        self._settle()
+        return not self._stack or self._top + num_bytes <= self.host_bytes
+
     def begin_pass(self, num_layers: int, hidden_states: Tensor) -> None:
         """Makes room for a pass, see `reserve`.
 
@@ -188,12 +193,18 @@ class HostStore:
         for entry in self._stack:
             self._cancel(entry)
 
+    def give_up(self) -> None:
+        """Drops everything that is kept, whoever still refers to it: the backward of an aborted step never runs."""
+        for entry in self._stack:
+            entry.is_wanted = False
+        self._settle()
+
     def _take(self, entry: _Entry) -> Tensor:
         if not entry.is_wanted:
             raise ActivationGoneError(
-                f"An activation of {entry.staged.nbytes / 2**20:.1f} MiB was taken a second time. It went back to the "
-                "device with the first backward and its host memory was given back. Run backward once per forward, "
-                "without retain_graph=True, or set activation_offload='off'."
+                f"An activation of {entry.staged.nbytes / 2**20:.1f} MiB is no longer kept. A first backward took it, "
+                "or training began anew after its forward, and its host memory was given back. Run backward once per "
+                "forward, without retain_graph=True, or set activation_offload='off'."
             )
         self._settle()
         if entry.source is not None:
@@ -266,10 +277,10 @@ def _check_unwritten(entry: _Entry) -> None:
         )
 
 
-def _with_index(device: torch.device) -> torch.device:
+def _as_tensors_name_it(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device  # ranks on the CPU train on "cpu:0"
 
 
 def _copies(device: torch.device) -> ActivationCopies:

@@ -30,12 +30,14 @@ class _LayerRunner:
         self._settings = settings
         self._store = store
         self._layers = layers
+        self._first: nn.Module | None = None  # to keep its input: layers before it may be frozen or in eval mode
 
     def __call__(self, function: Any, *args: Any) -> Tensor:
         call = LayerCall(function, args)
         (hidden_states,) = args
         if torch.is_grad_enabled() and (hidden_states.requires_grad or call.parameters):
-            if call.layer is self._layers[0]:
+            if self._first in (None, call.layer):
+                self._first = call.layer
                 self._store.begin_pass(len(self._layers), hidden_states)
             return TiledLayer.apply(call, self._settings, self._store, hidden_states, *call.parameters)
         return run_layer(call, self._settings, hidden_states.detach())

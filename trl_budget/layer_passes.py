@@ -6,6 +6,7 @@ Resolved once, when the trainer is built; put in place for the length of a forwa
 from __future__ import annotations
 
 import dataclasses
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,11 +18,13 @@ from trl_budget import upstream_model as upstream
 from trl_budget.activation_memory import MemoryLevers, ModelShape, offloaded_bytes_per_token
 from trl_budget.activation_store import ActivationStore, DeviceStore
 from trl_budget.config import budget_setting
-from trl_budget.host_store import HostStore
+from trl_budget.host_stores import HostStores
 from trl_budget.layer_checkpoint import tiled_layers
 from trl_budget.layer_tiles import TileSettings
 from trl_budget.layer_trial import layers_fault
 from trl_budget.long_context import LongContextFields, LongContextPlan, resolve_long_context
+
+logger = logging.getLogger(__name__)
 
 
 def plan_layers(trainer: Any, shape: ModelShape, *, copies_to_come: int) -> LongContextPlan:
@@ -49,8 +52,17 @@ def plan_layers(trainer: Any, shape: ModelShape, *, copies_to_come: int) -> Long
         upstream.enable_packed_attention([trainer.model])
         facts = dataclasses.replace(facts, draws_random_numbers=any(gather_object([upstream.draws(trainer)])))
         plan = resolve_long_context(fields, facts, shape)
-    fault = next(filter(None, gather_object([_trial(trainer, plan.levers)])), None)
-    return resolve_long_context(fields, dataclasses.replace(facts, trial_fault=fault), shape)
+    if plan.levers.splits_layers:
+        facts = dataclasses.replace(facts, tiling_fault=_fault_on_any_rank(trainer, plan.levers))
+        plan = resolve_long_context(fields, facts, shape)
+    if plan.levers.offload and not plan.levers.splits_layers:
+        facts = dataclasses.replace(facts, trial_fault=_fault_on_any_rank(trainer, plan.levers))
+        plan = resolve_long_context(fields, facts, shape)
+    return plan
+
+
+def _fault_on_any_rank(trainer: Any, levers: MemoryLevers) -> str | None:
+    return next(filter(None, gather_object([_trial(trainer, levers)])), None)
 
 
 def _trial(trainer: Any, levers: MemoryLevers) -> str | None:
@@ -74,10 +86,28 @@ class LayerPasses:
         self._settings = TileSettings(levers.tile_tokens, levers.num_head_groups)
         self._store: ActivationStore = DeviceStore()
         if levers.offload:
-            self._store = HostStore(device, (max_tokens or 0) * offloaded_bytes_per_token(shape))
+            self._store = HostStores(device, (max_tokens or 0) * offloaded_bytes_per_token(shape))
+        self._has_warned = False
 
     def around(self, model: nn.Module) -> AbstractContextManager[None]:
-        """For the length of one forward of `model`; nothing where no backward will follow."""
+        """For the length of one forward of `model`; nothing where no backward will follow or nothing checkpoints."""
         if not self._is_on or not model.training or not torch.is_grad_enabled():
             return nullcontext()
+        if not upstream.checkpointing_modules(model):
+            self._warn_once(type(model).__name__)
+            return nullcontext()
         return tiled_layers(model, self._settings, self._store)
+
+    def forget(self) -> None:
+        """Lets go of what an aborted step left behind, even while its error is still referred to."""
+        self._store.give_up()
+
+    def _warn_once(self, name: str) -> None:
+        if not self._has_warned:
+            logger.warning(
+                "%s runs with gradient and without gradient checkpointing, which was on when the trainer was built. "
+                "The long-context levers do nothing then: every activation of every layer stays on the device. "
+                "Call gradient_checkpointing_enable() again to have them back.",
+                name,
+            )
+        self._has_warned = True

@@ -47,18 +47,26 @@ def layers_fault(
     model.train()
     device = next(model.parameters()).device
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), _checkpointing(model), autocast:
-            whole = trial_scores(model, vocabulary)
-            with torch.enable_grad(), tiled_layers(model, settings, DeviceStore()):
+        with _checkpointing(model), autocast:
+            with _same_random_numbers(device):
+                whole = trial_scores(model, vocabulary).detach()
+            with _same_random_numbers(device), torch.enable_grad(), tiled_layers(model, settings, DeviceStore()):
                 cut = trial_scores(model, vocabulary).detach()
             difference, tolerance = difference_of_scores(model, cut, whole)
-    except (TypeError, ValueError, NotImplementedError, SettingsError) as error:
-        return f"a trial run of its layers failed: {error}"
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, SettingsError) as error:
+        return f"a trial run of its layers failed: {str(error).rstrip('.')}"
     finally:
         model.train(was_training)
     if not difference <= tolerance:
         return f"in a trial run layers in tiles differed from whole ones by {difference:.2g}"
     return None
+
+
+def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Each run begins with the generators as they are now, and leaves them so: dropout drops the same in both."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextmanager

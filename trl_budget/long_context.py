@@ -55,7 +55,8 @@ class LongContextFacts:
         parallelism: FSDP, DeepSpeed or the like, or None.
         num_devices: devices that one process spreads a batch over.
         is_split_over_devices: whether a device map spreads the model.
-        trial_fault: what a trial run of a layer in tiles found wrong.
+        trial_fault: what a trial run of layers as nodes of their own found wrong.
+        tiling_fault: what a trial run of layers in tiles found wrong.
     """
 
     device_type: str
@@ -73,6 +74,7 @@ class LongContextFacts:
     num_devices: int = 1
     is_split_over_devices: bool = False
     trial_fault: str | None = None
+    tiling_fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ _OBSTACLES = (
     ),
     _Obstacle(lambda f: f.torch_compile, lambda f: "torch_compile=True compiles the layers whole"),
     _Obstacle(lambda f: f.trial_fault is not None, lambda f: str(f.trial_fault)),
+    _Obstacle(lambda f: f.tiling_fault is not None, lambda f: str(f.tiling_fault), stops_offload=False),
     _Obstacle(
         lambda f: f.attention not in SPLIT_ATTENTION,
         lambda f: f"attn_implementation='{f.attention}' cannot run apart from its layer (load the model with 'sdpa')",

@@ -112,6 +112,7 @@ class TokenBudgetTrainer(GRPOTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """As transformers 5.24; what an aborted window left is dropped, and reuse is decided on today's settings."""
         self._forget_window()
+        self._layer_passes.forget()
         self._resolve_reuse()
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 

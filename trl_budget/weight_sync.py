@@ -62,7 +62,7 @@ class WeightSync:
         return None
 
     def check(self, engine_model: nn.Module, parked: ParkedWeights | None, step: int) -> None:
-        """Called after each sync, with vLLM's weights mapped.
+        """Called after each sync, with vLLM's weights mapped. Weights under an adapter are not compared.
 
         Raises:
             WeightSyncError: weights differ, or are no longer shared; names the first.
@@ -76,6 +76,8 @@ class WeightSync:
         if isinstance(views, str):
             logger.info("vLLM's weights are not compared with the policy's: %s", views)
             return
+        # Under an adapter vLLM holds the merged weight, and the policy was unmerged again when the load had ended.
+        views = [view for view in views if ".base_layer." not in view.name]
         is_parked = parked is not None and parked.is_parked
         values = parked.host_tensors() if parked is not None and is_parked else named_values(self._policy)
         difference = first_difference(values, engine_model, views)

@@ -26,7 +26,7 @@ from trl import GRPOTrainer
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 from trl_budget.errors import SettingsError
-from trl_budget.host_store import HostStore
+from trl_budget.host_stores import HostStores
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 LEVERS: dict[str, Any] = {"activation_offload": "on", "tiled_mlp": 5, "attention_head_groups": 2}
@@ -153,7 +153,7 @@ def test_host_memory_is_taken_for_the_budget_and_grows_for_a_longer_row(tmp_path
         BudgetGRPOTrainer, tmp_path, tiny_model(**SHAPE), BudgetGRPOConfig, **{**CHECKPOINTING, **settings}
     )
     store = trainer._layer_passes._store
-    assert isinstance(store, HostStore)
+    assert isinstance(store, HostStores)
     assert store.host_bytes == 2 * 2 * 64 * 4  # tokens, layers, hidden, fp32
     trainer.train()
     assert store.host_bytes > 2 * 2 * 64 * 4
