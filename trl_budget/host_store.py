@@ -108,8 +108,8 @@ class HostStore:
 
     @property
     def used_bytes(self) -> int:
-        """Of it, bytes up to the highest activation that is still wanted."""
-        return max((entry.stop for entry in self._stack if entry.is_wanted), default=0)
+        """Of it, bytes up to the highest activation that is still wanted and has any."""
+        return max((entry.stop for entry in self._stack if entry.is_wanted and entry.stop > entry.start), default=0)
 
     @property
     def device_bytes(self) -> int:

@@ -49,6 +49,14 @@ moves = st.lists(
 )
 
 
+def test_an_activation_without_elements_holds_no_bytes() -> None:
+    store = HostStore(torch.device("cpu"), 3 * 256)
+    below, empty = store.keep(torch.ones(1, 1, 4)), store.keep(torch.ones(1, 0, 4))
+    below.take()
+    assert store.used_bytes == 0
+    assert empty.take().shape == (1, 0, 4)
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(moves=moves)
 def test_any_order_of_keeping_taking_and_dropping_gives_the_values_back(moves: list[tuple]) -> None:
