@@ -8,7 +8,7 @@ is that of the least-squares line through the peaks of 8,192 tokens and more.
     python benchmarks/context.py --modes stock_lora stock_full_bf16
     python benchmarks/context.py --modes ours_full_all --lengths 8192 32768 --set lm_head_chunk_size=8192
     python benchmarks/context.py --workload-w                           # workload W in passes of 24,576 tokens
-    python benchmarks/context.py --modes ours_full_all --fit 16 24 48   # the longest row of each card, by the line
+    python benchmarks/context.py --modes ours_full_all --fit 16 24 48   # the longest row of each card, predicted
     python benchmarks/context.py --modes ours_full_all --fit 16 24 48 --budget card   # and 0.95 of it, run
 
 `--budget SIZE` keeps the whole run within a device memory budget, stock's too. `--set field=value` sets a field of the
@@ -48,7 +48,9 @@ from update_phase import PhaseTimes, TimedSteps, machine
 from workload import SuppliedRollouts, build_model, dataset, reward, tokenizer
 
 from trl_budget import BudgetGRPOTrainer, __version__
+from trl_budget.activation_memory import MemoryLevers, moments
 from trl_budget.device_memory import DeviceMemoryBudget, parse_bytes
+from trl_budget.upstream_model import model_shape
 
 # What a card sold as 16, 24 or 48 GB leaves a run, in GiB: a display and the driver hold some.
 CARDS = {16: 15.5, 24: 23.0, 48: 46.0}
@@ -73,12 +75,15 @@ class Job:
             return SuppliedRollouts(self.scale)
         return RowsByLength(self.lengths, self.repeats)
 
-    def config(self, output_dir: str) -> Any:
+    def config(self, output_dir: str, *, on_cpu: bool = False) -> Any:
+        """The training arguments; those of CUDA make a context on the card in the process that builds them."""
         if self.workload_w:
             settings = workload_w_settings(output_dir, len(self.rollouts().lengths), self.repeats, self.scale)
         else:
             settings = length_settings(output_dir, self.lengths, self.repeats)
         settings["device_memory_budget"] = self.budget
+        if on_cpu:
+            settings |= {"use_cpu": True, "bf16": False}
         return config_of(MODES[self.mode], self.shape, settings, self.chosen)
 
     @property
@@ -113,6 +118,9 @@ def run_job(job: Job, keep: Any) -> dict[str, Any]:
             trainer = build_trainer(job, folder, clock)
             figures["construction_seconds"] = time.perf_counter() - began
             figures["settings"] = {s.name: s.value for s in vars(trainer).get("resolved_settings", [])}
+            if MODES[job.mode].is_ours:
+                figures["predicted_bytes_per_token"] = predicted_bytes_per_token(trainer)
+                reserve_host_memory(trainer, job)
             trainer.train()
         except Exception as error:
             if not is_out_of_memory(error):
@@ -147,21 +155,41 @@ def build_trainer(job: Job, output_dir: str, clock: LengthClock) -> Any:
     )
 
 
+def predicted_bytes_per_token(trainer: Any) -> int:
+    """What `activation_memory.py` says of the fullest moment of a very long row."""
+    chosen = {setting.name: setting.value for setting in trainer.resolved_settings}
+    tiles, groups = chosen["tiled_mlp"], chosen["attention_head_groups"]
+    levers = MemoryLevers(
+        chosen["activation_offload"] == "on",
+        None if tiles == "off" else int(tiles),
+        None if groups == "off" else int(groups),
+    )
+    return moments(model_shape(trainer), levers)[0].bytes_per_token
+
+
+def reserve_host_memory(trainer: Any, job: Job) -> None:
+    """Page-locks what the longest row's layer inputs need, 0.4 s a GiB, before anything is timed."""
+    config = trainer.model.config
+    longest = torch.empty(1, max(job.lengths), config.hidden_size, dtype=trainer.model.dtype, device="meta")
+    trainer._layer_passes._store.begin_pass(config.num_hidden_layers, longest)
+
+
 def run_alone(job: Job, limit: float) -> dict[str, Any]:
     """One job in a process of its own: its figures, and the end of its log where it failed."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
         command = [sys.executable, __file__, "--worker", json.dumps(dataclasses.asdict(job)), "--output", str(out)]
         with log.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            process, is_late = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT), False
             try:
                 process.wait(limit)
             except subprocess.TimeoutExpired:
+                is_late = True
                 process.kill()
                 process.wait()
         figures = json.loads(out.read_text()) if out.exists() else {"rows": []}
         if process.returncode != 0:
-            why = f"took longer than {limit:g} s" if process.returncode == -9 else f"exit {process.returncode}"
+            why = f"took longer than {limit:g} s" if is_late else f"exit {process.returncode}"
             figures["error"] = f"{why}\n{log.read_text(errors='replace')[-3000:]}"
         return figures | line_of(figures["rows"])
 
@@ -180,9 +208,9 @@ def work(job: Job, out: Path) -> None:
 # Files
 
 
-def key_of(job: Job, card: int | None = None) -> str:
+def key_of(job: Job, card: int | None = None, label: str | None = None) -> str:
     """Under which name a mode's figures stand in the file: with all that makes it another measurement."""
-    parts = [*(["w"] if job.workload_w else []), job.mode, *job.chosen]
+    parts = [*(["w"] if job.workload_w else []), job.mode, *job.chosen, *([label] if label else [])]
     if card is not None:
         parts.append(f"card={card}")
     elif job.budget is not None:
@@ -191,8 +219,10 @@ def key_of(job: Job, card: int | None = None) -> str:
 
 
 def write(args: argparse.Namespace, key: str, figures: dict[str, Any]) -> None:
-    """Adds one mode's figures to the file; those of other modes stay."""
+    """Adds one mode's figures to the file; those of other modes stay, and a failure replaces no figures."""
     found = json.loads(args.output.read_text()) if args.output.exists() else {"modes": {}}
+    if "error" in figures and found["modes"].get(key, {}).get("rows"):
+        key += "/failed"
     figures = figures | {"command": shlex.join(["python", *sys.argv]), "commit": args.commit}
     report = {
         "shape": args.shape,
@@ -212,11 +242,11 @@ def write(args: argparse.Namespace, key: str, figures: dict[str, Any]) -> None:
 def measure(args: argparse.Namespace) -> None:
     """Every mode over the lengths, or over workload W."""
     for job in jobs(args):
-        write(args, key_of(job), run_alone(job, args.limit))
+        write(args, key_of(job, label=args.label), run_alone(job, args.limit))
 
 
 def fit(args: argparse.Namespace) -> None:
-    """The longest row of each card by the line of a mode measured before; with `--budget`, a run of 0.95 of it."""
+    """The longest row of each card from a mode measured before; with `--budget`, a run of 0.95 of it."""
     for job in jobs(args):
         line_key = key_of(dataclasses.replace(job, budget=None))
         figures = json.loads(args.output.read_text())["modes"].get(line_key) if args.output.exists() else None
@@ -265,6 +295,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-4b", choices=("qwen3-4b", "tiny"))
     parser.add_argument("--scale", type=float, default=1.0, help="factor on workload W, for a small machine")
     parser.add_argument("--limit", type=float, default=580, help="seconds that a mode may take")
+    parser.add_argument("--label", help="a name beside the mode's, for another measurement of it")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/context.json"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -292,7 +323,7 @@ def main() -> None:
         for job in jobs(args):
             if job.budget == "card":
                 job = dataclasses.replace(job, budget=None)
-            job.config(folder)  # a field that is not known is named before anything runs
+            job.config(folder, on_cpu=True)  # a field that is not known is named before anything runs
     (fit if args.fit else measure)(args)
 
 

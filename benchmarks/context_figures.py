@@ -101,9 +101,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def line_of(rows: list[Row]) -> dict[str, float]:
     """The straight line of peak over tokens, by least squares over the rows of 8,192 tokens and more.
 
+    A short row's peak is that of the LM head or of a tile, which do not grow with it, so the line bends upwards: what
+    counts for longer rows is the slope between the two longest.
+
     Returns:
-        `slope_gib_per_1000_tokens`, `intercept_gib`, and `worst_error_gib` of the rows that it is made of; nothing
-        with fewer than two of them.
+        `slope_gib_per_1000_tokens`, `intercept_gib`, `worst_error_gib` of the rows that it is made of, and
+        `last_slope_gib_per_1000_tokens`; nothing with fewer than two of them.
     """
     points = [
         (row["tokens"], row["peak_allocated_gib"])
@@ -114,26 +117,40 @@ def line_of(rows: list[Row]) -> dict[str, float]:
         return {}
     slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
     worst = max(abs(peak - intercept - slope * tokens) for tokens, peak in points)
-    return {"slope_gib_per_1000_tokens": 1000 * slope, "intercept_gib": intercept, "worst_error_gib": worst}
+    (tokens, peak), (more_tokens, higher_peak) = sorted(points)[-2:]
+    last = (higher_peak - peak) / (more_tokens - tokens) if more_tokens > tokens else slope
+    return {
+        "slope_gib_per_1000_tokens": 1000 * slope,
+        "last_slope_gib_per_1000_tokens": 1000 * last,
+        "intercept_gib": intercept,
+        "worst_error_gib": worst,
+    }
 
 
 def longest_row(figures: dict[str, Any], card_gib: float) -> int | None:
-    """Tokens of the longest row that a card holds, by a mode's line; None where the mode has none, 0 where none fits.
+    """Tokens of the longest row that a card holds; None where the mode has no line, 0 where none fits.
 
-    What the card holds outside torch (contexts) counts as in the longest row that ran; what torch keeps unused does
-    not, since it gives that back before it runs out.
+    From the longest row that ran on, by the steepest of the line, of its last part and of what is predicted of a very
+    long row; for what is shorter than that row, by the line. What the card holds outside torch (contexts) counts as in
+    the longest row that ran; what torch keeps unused does not, since it gives that back before it runs out.
     """
     if "slope_gib_per_1000_tokens" not in figures:
         return None
-    longest = [row for row in figures["rows"] if "error" not in row][-1]
+    longest = max((row for row in figures["rows"] if "error" not in row), key=lambda row: row["tokens"])
     outside_torch = max(0.0, longest["card_gib"] - longest["peak_reserved_gib"])
+    beyond = card_gib - outside_torch - longest["peak_allocated_gib"]
+    if beyond >= 0:
+        predicted = 1000 * figures.get("predicted_bytes_per_token", 0) / GIB
+        slopes = (figures["slope_gib_per_1000_tokens"], figures.get("last_slope_gib_per_1000_tokens", 0.0), predicted)
+        return longest["tokens"] + int(1000 * beyond / max(slopes))
     room = card_gib - outside_torch - figures["intercept_gib"]
     return max(0, int(1000 * room / figures["slope_gib_per_1000_tokens"]))
 
 
 def shown(key: str, figures: dict[str, Any]) -> str:
     """A mode's figures for the terminal."""
-    lines = [f"{key}: {figures.get('slope_gib_per_1000_tokens', float('nan')):.4f} GiB per 1,000 tokens"]
+    slopes = (figures.get(f"{name}slope_gib_per_1000_tokens", float("nan")) for name in ("", "last_"))
+    lines = ["{}: {:.4f} GiB per 1,000 tokens, {:.4f} between the two longest".format(key, *slopes)]
     for row in figures.get("rows", []):
         peak = float("nan") if row["peak_allocated_gib"] is None else row["peak_allocated_gib"]
         rest = row.get("error") or (

@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ from step_figures import (
     summary,
     synchronized_now,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from update_phase import PageableHostAdamW, _parsed, machine
 from workload import PROMPT_TOKENS, build_model, tokenizer
@@ -145,6 +146,21 @@ def pageable_policy(folder: str) -> tuple[Any, PageableHostAdamW]:
     return model, PageableHostAdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
 
 
+class KeepSteps(TrainerCallback):
+    """Writes the samples whenever a step has been logged: a run that is cut short leaves the steps that it made."""
+
+    def __init__(self, figures: StepFigures, result: dict[str, Any], out: Path) -> None:
+        self._figures, self._result, self._out = figures, result, out
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        steps = samples(self._figures, state.log_history)
+        unfinished = self._out.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps({**self._result, "samples": steps}))
+        unfinished.rename(self._out)
+
+
 def run_mode(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Builds one trainer, trains or generates, and returns its figures."""
     torch.manual_seed(0)
@@ -168,6 +184,7 @@ def run_mode(name: str, args: argparse.Namespace) -> dict[str, Any]:
             result["samples"] = generate_only(trainer, args, figures)
         else:
             figures.watch(trainer.vllm_generation)
+            trainer.add_callback(KeepSteps(figures, result, args.figures))
             trainer.train()
             result["samples"] = samples(figures, trainer.state.log_history)
             if mode.is_ours:
@@ -239,20 +256,22 @@ def run_alone(name: str, args: argparse.Namespace) -> dict[str, Any]:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", name, "--figures", str(out)]
         with log.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            process, is_late = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT), False
             try:
                 process.wait(args.limit)
             except subprocess.TimeoutExpired:
+                is_late = True
                 process.kill()
                 process.wait()
         text = log.read_text(errors="replace")
         if args.keep_logs:
             args.keep_logs.mkdir(parents=True, exist_ok=True)
             (args.keep_logs / f"{key_of(name, args).replace('/', '-')}.log").write_text(text)
-        if out.exists():
-            return json.loads(out.read_text())
-        why = f"took longer than {args.limit} s" if process.returncode == -9 else f"exit {process.returncode}"
-        return {"error": f"{text[-3000:]}\n{why}" if process.returncode == -9 else f"{why}\n{text[-3000:]}"}
+        figures = json.loads(out.read_text()) if out.exists() else {}
+        if process.returncode == 0:
+            return figures
+        why = f"took longer than {args.limit} s" if is_late else f"exit {process.returncode}"
+        return {**figures, "error": f"{text[-3000:]}\n{why}" if is_late else f"{why}\n{text[-3000:]}"}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -284,9 +303,15 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.worker:
-        args.figures.write_text(json.dumps(run_mode(args.worker, args)))
+        code = 1
+        try:
+            args.figures.write_text(json.dumps(run_mode(args.worker, args)))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
         sys.stdout.flush()
-        os._exit(0)  # an engine's teardown may hang
+        sys.stderr.flush()
+        os._exit(code)  # an engine's teardown may hang
     if args.make_folder:
         make_folder(args)
         return

@@ -244,7 +244,14 @@ def launch(mode: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         environment = {**os.environ, "NCCL_P2P_DISABLE": "1"}
         if is_one_card:  # transformers would use the second card as well, with DataParallel
             environment["CUDA_VISIBLE_DEVICES"] = "0"
-        subprocess.run([*command, __file__, *flags], check=True, stdout=sys.stderr, env=environment)
+        process = subprocess.Popen([*command, __file__, *flags], stdout=sys.stderr, env=environment)
+        try:
+            process.wait(args.limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends the ranks
+            process.wait()
+        if process.returncode != 0:
+            raise RuntimeError(f"{mode} ended with {process.returncode}, or took longer than {args.limit:g} s")
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
 
 
@@ -288,6 +295,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--config", default="ddp_2gpu_pcie.yaml", help="of accelerate_configs/, for two processes")
+    parser.add_argument("--limit", type=float, default=280, help="seconds that a mode may take")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/two_gpus.json"))
     parser.add_argument("--worker", choices=list(MODES), help=argparse.SUPPRESS)
@@ -297,11 +305,18 @@ def main() -> None:
         figures = run_rank(args)
         Path(args.folder, f"rank{figures['rank']}.json").write_text(json.dumps(figures))
         return
+    has_failed = False
     for mode in args.modes:
-        with gpu_clocks() as clocks:
-            ranks = launch(mode, args)
+        try:
+            with gpu_clocks() as clocks:
+                ranks = launch(mode, args)
+        except RuntimeError as error:  # the other modes' figures do not depend on it
+            print(f"FAILED: {error}", flush=True)
+            has_failed = True
+            continue
         write(mode, ranks, clocks, args)
         print(mode, json.dumps(summary(ranks)), ranks[0]["log"][-1], flush=True)
+    sys.exit(has_failed)
 
 
 if __name__ == "__main__":

@@ -141,6 +141,16 @@ def test_the_longest_row_leaves_room_for_what_is_outside_torch() -> None:
     assert context_figures.longest_row({"rows": rows}, 24.0) is None
 
 
+def test_beyond_the_longest_row_the_steepest_of_what_is_known_counts() -> None:
+    rows = peaks(_8192=10.0, _16384=10.1, _32768=14.0)  # the last part: 3.9 GiB in 16,384 tokens
+    figures = {"rows": rows, **context_figures.line_of(rows)}
+    assert figures["last_slope_gib_per_1000_tokens"] == pytest.approx(1000 * 3.9 / 16_384)
+    room = 24 - 0.75 - 14
+    assert context_figures.longest_row(figures, 24.0) == pytest.approx(32_768 + room / 3.9 * 16_384, abs=2)
+    figures["predicted_bytes_per_token"] = 2**20
+    assert context_figures.longest_row(figures, 24.0) == pytest.approx(32_768 + 1024 * room, abs=2)
+
+
 def test_a_length_shows_its_last_times_and_its_highest_peak() -> None:
     samples = [
         {"peak_allocated_gib": 9.0, "peak_reserved_gib": 9.5, "card_gib": 9.9, "update_seconds": 3.0, "loss": 0.1},
@@ -258,6 +268,14 @@ def test_a_fit_runs_each_card_at_95_percent_of_the_prediction(tmp_path: Path, mo
     assert started[0].lengths[0] % 256 == 0
     modes = json.loads(args.output.read_text())["modes"]
     assert modes["ours_full/card=16"]["predicted_tokens"] == pytest.approx(predicted, abs=2)
+
+
+def test_a_failure_does_not_replace_figures(tmp_path: Path) -> None:
+    args = fit_arguments(tmp_path)
+    context.write(args, "ours_full", {"rows": peaks(_8192=10.0)})
+    context.write(args, "ours_full", {"rows": [], "error": "took longer than 9 s"})
+    modes = json.loads(args.output.read_text())["modes"]
+    assert modes["ours_full"]["rows"] and modes["ours_full/failed"]["error"]
 
 
 def test_a_fit_without_a_line_says_what_to_measure(tmp_path: Path) -> None:
