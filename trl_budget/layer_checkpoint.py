@@ -26,15 +26,20 @@ _FUNCTION = "_gradient_checkpointing_func"
 class _LayerRunner:
     """Called by a layer as `_gradient_checkpointing_func`."""
 
-    def __init__(self, settings: TileSettings, store: ActivationStore, layers: list[nn.Module]) -> None:
+    def __init__(
+        self, settings: TileSettings, store: ActivationStore, layers: list[nn.Module], *, needs_leaf_gradients: bool
+    ) -> None:
         self._settings = settings
         self._store = store
         self._layers = layers
+        self._needs_leaf_gradients = needs_leaf_gradients
         self._first: nn.Module | None = None  # to keep its input: layers before it may be frozen or in eval mode
 
     def __call__(self, function: Any, *args: Any) -> Tensor:
         call = LayerCall(function, args)
         (hidden_states,) = args
+        if hidden_states.is_leaf and not self._needs_leaf_gradients:
+            hidden_states = hidden_states.detach()
         if torch.is_grad_enabled() and (hidden_states.requires_grad or call.parameters):
             if self._first in (None, call.layer):
                 self._first = call.layer
@@ -44,7 +49,9 @@ class _LayerRunner:
 
 
 @contextmanager
-def tiled_layers(model: nn.Module, settings: TileSettings, store: ActivationStore) -> Iterator[None]:
+def tiled_layers(
+    model: nn.Module, settings: TileSettings, store: ActivationStore, *, needs_leaf_gradients: bool = True
+) -> Iterator[None]:
     """While it lasts, checkpointed layers of `model` keep their inputs in `store` and run as `settings` say.
 
     Backward may run inside or outside, once per forward.
@@ -53,6 +60,9 @@ def tiled_layers(model: nn.Module, settings: TileSettings, store: ActivationStor
         model: wrapped or not, in training mode, with gradient checkpointing enabled.
         settings: how each layer runs.
         store: where each layer's input waits.
+        needs_leaf_gradients: whether hidden states that are a leaf of the graph get a gradient. Frozen embeddings have
+            such an output under gradient checkpointing (`enable_input_require_grads`), so that torch's reaches the
+            layers; nobody reads its gradient, and until backward ends the graph would hold both on the device.
 
     Raises:
         SettingsError: no layer checkpoints, or layers are to run in tiles and have dropout or another attention than
@@ -70,7 +80,7 @@ def tiled_layers(model: nn.Module, settings: TileSettings, store: ActivationStor
         _check_attention(model)
         _check_dropout(modules)
     layers: list[nn.Module] = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
-    runner = _LayerRunner(settings, store, layers)
+    runner = _LayerRunner(settings, store, layers, needs_leaf_gradients=needs_leaf_gradients)
     originals = [(module, vars(module)[_FUNCTION]) for module in modules]
     for module in modules:
         vars(module)[_FUNCTION] = runner

@@ -96,7 +96,7 @@ class LayerPasses:
         if not upstream.checkpointing_modules(model):
             self._warn_once(type(model).__name__)
             return nullcontext()
-        return tiled_layers(model, self._settings, self._store)
+        return tiled_layers(model, self._settings, self._store, needs_leaf_gradients=False)
 
     def forget(self) -> None:
         """Lets go of what an aborted step left behind, even while its error is still referred to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -297,3 +298,33 @@ def test_tiles_cover_a_sequence_once_and_none_is_too_long(num_tokens: int, tile_
     assert max(lengths) <= (tile_tokens or num_tokens)
     assert min(lengths) >= max(lengths) - 1 > -1
     assert len(lengths) == -(-num_tokens // (tile_tokens or num_tokens))
+
+
+def test_a_frozen_embeddings_output_is_not_held_by_the_graph() -> None:
+    model = checkpointing_model()
+    for parameter in model.model.embed_tokens.parameters():
+        parameter.requires_grad_(False)
+    model.enable_input_require_grads()
+    outputs: list[Any] = []
+    model.model.embed_tokens.register_forward_hook(lambda *args: outputs.append(weakref.ref(args[-1])))
+
+    def loss_of(*, needs_leaf_gradients: bool) -> Tensor:
+        with tiled_layers(model, TILED, NothingKept(), needs_leaf_gradients=needs_leaf_gradients):
+            return model(input_ids=torch.arange(2, 12)[None]).logits.sum()
+
+    held, free = loss_of(needs_leaf_gradients=True), loss_of(needs_leaf_gradients=False)
+    assert outputs[0]() is not None and outputs[1]() is None
+    found = []
+    for loss in (held, free):
+        model.zero_grad()
+        loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+class NothingKept(DeviceStore):
+    """Keeps copies, as a store elsewhere does."""
+
+    def keep(self, hidden_states: Tensor) -> Any:
+        return super().keep(hidden_states.clone())
