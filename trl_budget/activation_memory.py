@@ -180,6 +180,19 @@ def moments(shape: ModelShape, levers: MemoryLevers) -> list[MomentMemory]:
     return sorted(found, key=lambda moment: -moment.bytes_per_token)
 
 
+def allocatable_bytes(free_bytes: int, reserved_bytes: int, allocated_bytes: int, cap_bytes: int | None) -> int:
+    """What torch can still allocate on a device.
+
+    Args:
+        free_bytes: of the card. The pool of a vLLM that sleeps is free, and torch counts it as reserved and allocated.
+        reserved_bytes: by torch's allocator.
+        allocated_bytes: of these, by tensors.
+        cap_bytes: what the allocator may reserve, that pool included; None without a cap.
+    """
+    left = free_bytes if cap_bytes is None else min(free_bytes, cap_bytes - reserved_bytes)
+    return left + reserved_bytes - allocated_bytes
+
+
 def tokens_that_fit(free_bytes: int, coming_bytes: int, shape: ModelShape, levers: MemoryLevers | None = None) -> int:
     """How many tokens a pass may hold.
 

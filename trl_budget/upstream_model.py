@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trl_budget.activation_memory import MemoryLevers, ModelShape, tokens_that_fit
+from trl_budget.activation_memory import MemoryLevers, ModelShape, allocatable_bytes, tokens_that_fit
 from trl_budget.attention import DISPATCHED, PREFIX, dispatching_implementation, serves_windows
 from trl_budget.config import budget_setting
 from trl_budget.long_context import LongContextFacts, longest_row
@@ -200,7 +200,7 @@ def activation_bytes(trainer: Any, *, copies_to_come: int) -> int:
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     fraction = torch.cuda.get_per_process_memory_fraction(device)
-    free = min(free, int(fraction * total) - reserved) + reserved - allocated
+    free = allocatable_bytes(free, reserved, allocated, int(fraction * total) if fraction < 1.0 else None)
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
     return free - copies_to_come * trained
 

@@ -21,6 +21,7 @@ from trl_budget.activation_memory import (
     RESERVE_BYTES,
     MemoryLevers,
     ModelShape,
+    allocatable_bytes,
     memory_rows,
     moments,
     offloaded_bytes_per_token,
@@ -178,6 +179,15 @@ def test_an_adapter_alone_has_no_gradients_of_layers_and_head() -> None:
 
 
 LADDER = [NONE, MemoryLevers(True), MemoryLevers(True, 2048), MemoryLevers(True, 2048, 2), ALL]
+
+
+@pytest.mark.parametrize(
+    ("cap", "allocatable"),
+    [(None, 20 * GIB + GIB), (64 * GIB, 20 * GIB + GIB), (45 * GIB, 5 * GIB + GIB)],
+)
+def test_the_pool_of_an_engine_that_sleeps_is_free_memory(cap: int | None, allocatable: int) -> None:
+    """40 GiB reserved, 39 allocated: 30 of each are the pool, which holds none of the card; 20 GiB of it are free."""
+    assert allocatable_bytes(20 * GIB, 40 * GIB, 39 * GIB, cap) == allocatable
 
 
 def test_each_lever_fits_more_tokens_than_the_one_before() -> None:
