@@ -17,7 +17,7 @@ from trl_budget import BudgetGRPOConfig
 from trl_budget.errors import SettingsError
 
 LEVERS_OFF = {"activation_offload": "off", "tiled_mlp": "off", "attention_head_groups": "off"}
-TILE_TOKENS = {"qwen3-4b": 4096, "tiny": 32}
+TILE_TOKENS = {"qwen3-4b": 8192, "tiny": 32}
 WORKLOAD_W_TOKENS = 24_576
 
 

@@ -48,7 +48,8 @@ class HostStores:
     def begin_pass(self, num_layers: int, hidden_states: Tensor) -> None:
         """Finds room for a pass; see `HostStore.begin_pass`."""
         num_bytes = stack_bytes(num_layers, hidden_states.nbytes)
-        store = next((store for store in self._stores if store.can_reserve(num_bytes)), None)
+        free = [store for store in self._stores if store.can_reserve(num_bytes)]
+        store = max(free, key=lambda store: store.host_bytes, default=None)  # the one that need not grow, if any
         if store is None:
             store = HostStore(self._device, 0)
             self._stores.append(store)

@@ -15,7 +15,7 @@ from trl_budget.errors import SettingsError
 from trl_budget.placement import ResolvedSetting
 
 ACTIVATION_OFFLOAD = ("auto", "on", "off")
-AUTO_TILE_TOKENS = 2048  # 0.3 GiB for a 4B model's layer, of which only one is in a tile at a time
+AUTO_TILE_TOKENS = (8192, 4096, 2048)  # 1.3 to 0.3 GiB for a 4B layer; small ones are bound by the host's 5 ms a tile
 SPLIT_ATTENTION = ("sdpa",)  # implementations that `attention.py` can run apart from the rest of a layer
 OFFLOAD, TILES, GROUPS = "activation_offload", "tiled_mlp", "attention_head_groups"
 
@@ -195,8 +195,10 @@ def resolve_long_context(requested: LongContextFields, facts: LongContextFacts, 
     levers = _levers_asked_for(requested, facts)
     candidates = [replace(levers, offload=True)]
     offload, levers = _resolve(OFFLOAD, requested.activation_offload, levers, candidates, facts, shape)
-    candidates = [replace(levers, tile_tokens=AUTO_TILE_TOKENS)]
-    tiles, levers = _resolve(TILES, requested.tiled_mlp, levers, candidates, facts, shape)
+    candidates = [replace(levers, tile_tokens=tokens) for tokens in AUTO_TILE_TOKENS]
+    is_auto = requested.attention_head_groups == "auto"
+    with_groups = [replace(tile, num_head_groups=facts.num_key_value_heads) for tile in candidates if is_auto]
+    tiles, levers = _resolve(TILES, requested.tiled_mlp, levers, candidates, facts, shape, with_groups)
     candidates = [replace(levers, num_head_groups=n) for n in _divisors(facts.num_key_value_heads)]
     groups, levers = _resolve(GROUPS, requested.attention_head_groups, levers, candidates, facts, shape)
     return LongContextPlan((offload, tiles, groups), levers)
@@ -252,8 +254,11 @@ def _resolve(
     candidates: Sequence[MemoryLevers],
     facts: LongContextFacts,
     shape: ModelShape,
+    with_later_levers: Sequence[MemoryLevers] = (),
 ) -> tuple[ResolvedSetting, MemoryLevers]:
-    """One field's row, and `levers` with the first candidate that makes the longest row fit, or the last, if need be.
+    """One field's row, and `levers` with the first candidate that lets the longest row fit, if need be.
+
+    Alone, or with the levers that are resolved later; else the last.
 
     Args:
         name: the field.
@@ -262,6 +267,7 @@ def _resolve(
         candidates: what "auto" may choose from, the cheapest first.
         facts: what the decision depends on.
         shape: the policy.
+        with_later_levers: the candidates with the most that later fields can add.
     """
     if requested != "auto":
         return ResolvedSetting(name, str(requested), "set by you"), levers
@@ -275,7 +281,9 @@ def _resolve(
         reason = f"memory for {without:,} tokens is free, and the longest row has {longest:,}"
         return ResolvedSetting(name, "off", reason), levers
     rooms = [(tokens_that_fit(facts.free_bytes, 0, shape, candidate), candidate) for candidate in candidates]
-    room, chosen = next((pair for pair in rooms if pair[0] >= longest), rooms[-1])
+    later = [tokens_that_fit(facts.free_bytes, 0, shape, candidate) for candidate in with_later_levers]
+    rescued = [pair for pair, room in zip(rooms, later, strict=False) if room >= longest]
+    room, chosen = next((pair for pair in rooms if pair[0] >= longest), (*rescued, rooms[-1])[0])
     if room <= without:
         reason = f"the longest row has {longest:,} tokens, memory for {without:,} is free, and this would not add any"
         return ResolvedSetting(name, "off", reason), levers

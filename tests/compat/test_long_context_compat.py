@@ -212,7 +212,7 @@ def _full_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(upstream_model, "long_context_facts", facts)
     monkeypatch.setattr(long_context, "tokens_that_fit", tokens)
-    monkeypatch.setattr(long_context, "AUTO_TILE_TOKENS", ALL["tiled_mlp"])
+    monkeypatch.setattr(long_context, "AUTO_TILE_TOKENS", (ALL["tiled_mlp"],))
 
 
 def settings_of(trainer: Any) -> list[str]:

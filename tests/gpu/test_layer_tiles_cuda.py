@@ -82,7 +82,10 @@ def test_bf16_tiles_are_as_close_to_fp32_as_untiled_bf16(family: str) -> None:
 def test_fp32_tiles_give_the_gradients_of_torch_checkpointing() -> None:
     model = layers(torch.float32)
     expected = gradients(model, None)
-    assert relative_error(gradients(model, TileSettings(257, 2)), expected) <= 2e-6
+    got = gradients(model, TileSettings(257, 2))
+    difference = torch.stack([(got[name].double() - expected[name].double()).norm() for name in expected]).norm()
+    assert difference / torch.stack([gradient.double().norm() for gradient in expected.values()]).norm() <= 1e-6
+    assert relative_error(got, expected) <= 1e-5  # of a single tensor, whose sums may cancel
 
 
 def test_a_long_row_costs_what_the_formula_says() -> None:

@@ -32,7 +32,7 @@ SHAPE = ModelShape(
 )
 GIB = 2**30
 CARD = 16 * GIB
-NONE, OFFLOAD, TILES = MemoryLevers(), MemoryLevers(True), MemoryLevers(True, 2048)
+NONE, OFFLOAD, TILES = MemoryLevers(), MemoryLevers(True), MemoryLevers(True, 8192)
 NUMBERS = ("tiled_mlp", "attention_head_groups")
 
 
@@ -57,7 +57,7 @@ def fits(levers: MemoryLevers) -> int:
 
 
 def groups(number: int) -> MemoryLevers:
-    return MemoryLevers(True, 2048, number)
+    return MemoryLevers(True, 8192, number)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def groups(number: int) -> MemoryLevers:
         (fits(TILES) + 1, groups(2)),
         (fits(groups(2)), groups(2)),
         (fits(groups(2)) + 1, groups(4)),
-        (fits(groups(4)) + 1, groups(8)),
-        (10**9, groups(8)),
+        (fits(groups(4)), groups(4)),
+        (10**9, MemoryLevers(True, 2048, 8)),
     ],
 )
 def test_levers_come_one_by_one_as_the_longest_row_needs_them(longest: int, levers: MemoryLevers) -> None:
@@ -84,12 +84,22 @@ def test_the_rows_say_what_is_on_and_why() -> None:
     rows = plan(longest_row_tokens=fits(OFFLOAD) + 1).settings
     assert [(row.name, row.value) for row in rows] == [
         ("activation_offload", "on"),
-        ("tiled_mlp", "2048"),
+        ("tiled_mlp", "8192"),
         ("attention_head_groups", "off"),
     ]
     assert f"{fits(OFFLOAD) + 1:,} tokens" in rows[1].reason
     assert f"for {fits(OFFLOAD):,} without it, for {fits(TILES):,} with it" in rows[1].reason
     assert f"memory for {fits(TILES):,} tokens is free" in rows[2].reason
+
+
+@pytest.mark.parametrize("tokens", [4096, 2048])
+def test_a_tile_is_smaller_where_a_larger_one_would_fill_the_card(tokens: int) -> None:
+    """At 30,000 tokens a card for which the tile, and not attention, decides."""
+    free = 4 * GIB
+    while tokens_that_fit(free, 0, SHAPE, MemoryLevers(True, tokens, 8)) < 30_000:
+        free += 2**20
+    assert tokens_that_fit(free, 0, SHAPE, MemoryLevers(True, 2 * tokens, 8)) < 30_000
+    assert plan(free_bytes=free, longest_row_tokens=30_000).levers.tile_tokens == tokens
 
 
 def test_a_row_that_fits_with_no_lever_is_told() -> None:
@@ -184,7 +194,7 @@ def test_a_full_card_turns_nothing_on() -> None:
 
 
 def test_one_key_value_head_is_not_split() -> None:
-    assert plan(num_key_value_heads=1).levers == TILES
+    assert plan(num_key_value_heads=1).levers == MemoryLevers(True, 2048)
 
 
 @pytest.mark.parametrize("number", [3, 5, 16])
