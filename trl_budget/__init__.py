@@ -2,12 +2,15 @@
 
 from trl_budget.config import BudgetGRPOConfig
 from trl_budget.errors import (
+    DeviceMemoryError,
     HostMemoryError,
     HostThreadError,
     NonFiniteGradientError,
     RankError,
     SettingsError,
+    StalePolicyError,
     UpstreamMovedError,
+    WeightSyncError,
 )
 from trl_budget.host_adamw import HostAdamW
 from trl_budget.trainer import BudgetGRPOTrainer
@@ -16,12 +19,15 @@ from trl_budget.version import __version__
 __all__ = [
     "BudgetGRPOConfig",
     "BudgetGRPOTrainer",
+    "DeviceMemoryError",
     "HostAdamW",
     "HostMemoryError",
     "HostThreadError",
     "NonFiniteGradientError",
     "RankError",
     "SettingsError",
+    "StalePolicyError",
     "UpstreamMovedError",
+    "WeightSyncError",
     "__version__",
 ]
