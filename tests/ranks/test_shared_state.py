@@ -60,13 +60,15 @@ def test_a_state_moves_between_world_sizes_without_losing_a_bit(tmp_path: Path) 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_predicted_host_memory_is_what_is_mapped_and_what_the_kernel_counts(tmp_path: Path, sharding: str) -> None:
-    """4.7 M elements on 2 ranks: 94 MB, replicated 151 MB. Each rank has buffers of a few MiB beside them."""
-    first, second = run_ranks(programs.memory, 2, tmp_path, sharding, 768)
+    """8.4 M elements on 2 ranks: 168 MB, replicated 268 MB; one fp32 copy too many would be 32 MiB. Each rank has
+    buffers and heap of up to ten MiB beside them.
+    """
+    first, second = run_ranks(programs.memory, 2, tmp_path, sharding, 1024)
     assert first["predicted"] == first["elements"] * (32 if sharding == "replicated" else 20)
     # Replicated, a rank maps its own state and the accumulators of both.
     assert first["mapped"] == second["mapped"] == pytest.approx(20 * first["elements"], abs=64 * 1024)
     beside = first["pss"] + second["pss"] - first["predicted"]
-    assert -MIB <= beside <= 16 * MIB, f"{beside / MIB:.1f} MiB beside the plan"
+    assert -MIB <= beside <= 24 * MIB, f"{beside / MIB:.1f} MiB beside the plan"
 
 
 def test_the_plan_of_a_4b_policy() -> None:
