@@ -184,7 +184,8 @@ def resume(saved: Path, steps: range, sharding: str) -> dict[str, Any]:
 
 def pss_bytes() -> int:
     fields = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    return 1024 * int(fields["Pss:"])
+    # Not of files: the share of a library's pages grows whenever another process that has loaded it ends.
+    return 1024 * (int(fields["Pss_Anon:"]) + int(fields["Pss_Shmem:"]))
 
 
 def memory(sharding: str, side: int) -> dict[str, int]:

@@ -63,7 +63,7 @@ def test_predicted_host_memory_is_what_is_mapped_and_what_the_kernel_counts(tmp_
     """8.4 M elements on 2 ranks: 168 MB, replicated 268 MB; one fp32 copy too many would be 32 MiB. Each rank has
     buffers and heap of up to ten MiB beside them.
     """
-    first, second = run_ranks(programs.memory, 2, tmp_path, sharding, 1024)
+    first, second = run_ranks(programs.memory, 2, tmp_path, sharding, 1024, start_method="spawn")
     assert first["predicted"] == first["elements"] * (32 if sharding == "replicated" else 20)
     # Replicated, a rank maps its own state and the accumulators of both.
     assert first["mapped"] == second["mapped"] == pytest.approx(20 * first["elements"], abs=64 * 1024)
