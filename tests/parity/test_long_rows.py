@@ -6,6 +6,7 @@ first step is within 1e-6 of stock's norm, and what is logged stays with it.
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,29 @@ def test_what_is_logged_stays_with_stock_for_four_steps(settings: dict[str, Any]
     ours = trained(BudgetGRPOTrainer, tmp_path / "ours", kwargs=kwargs, **LEVERS, **settings)
     for mine, its in zip(comparable_log(ours), comparable_log(stock), strict=True):
         assert mine == pytest.approx(its, rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize("kwargs", [None, LORA], ids=["full", "lora"])
+def test_between_forward_and_backward_no_layer_input_is_on_the_device(kwargs: Any, tmp_path: Path) -> None:
+    held: list[int] = []
+
+    class Watched(BudgetGRPOTrainer):
+        def score_rows(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().score_rows(*args, **kwargs)
+            store = self._layer_passes._store
+            held.append(store.device_bytes)
+            assert store.used_bytes > 0
+            assert all(output() is None for output in embedded)
+            return outputs
+
+    embedded: list[weakref.ref[Tensor]] = []
+    settings = {**LEVERS, "padding_free": "on", "max_tokens_per_microbatch": 60, "max_steps": 1}
+    model = tiny_model(**SHAPE)
+    trainer = make_trainer(Watched, tmp_path, model, BudgetGRPOConfig, kwargs, **{**CHECKPOINTING, **settings})
+    embeddings = trainer.model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda *args: embedded.append(weakref.ref(args[-1])))
+    trainer.train()
+    assert len(held) > 1 and set(held) == {0}
 
 
 def test_no_mlp_sees_more_tokens_than_a_tile_where_a_backward_follows(tmp_path: Path) -> None:
