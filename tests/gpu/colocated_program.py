@@ -5,6 +5,7 @@ The engine is eager, which starts in a third of the time. A program returns figu
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import sys
@@ -132,17 +133,28 @@ def greedy(llm: Any, prompt_ids: list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def behind_the_best(model: nn.Module, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
-    """How far each token's logit lies behind the largest, by transformers on the present weights; 0.0 is greedy.
+def completion_logits(model: nn.Module, prompt_ids: list[int], completion_ids: list[int]) -> Tensor:
+    """Transformers' logits of each completion token, fp32, given the completion's own prefix.
 
-    In steps of bf16 at the largest logit: two engines round it differently, by as much more as it is larger. Given
-    vLLM's own prefix, so that one tie does not make all later tokens differ.
+    vLLM's prefix, so that one tie does not make all later tokens differ.
     """
     ids = torch.tensor([prompt_ids + completion_ids], device=next(model.parameters()).device)
-    rows = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt_ids) - 1 : -1].float()
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt_ids) - 1 : -1].float()
+
+
+def behind_the_best(model: nn.Module, prompt_ids: list[int], completion_ids: list[int]) -> list[float]:
+    """How far each token's logit lies behind the largest, on the present weights; 0.0 is greedy."""
+    rows = completion_logits(model, prompt_ids, completion_ids)
     chosen = rows.gather(1, torch.tensor(completion_ids, device=rows.device)[:, None])[:, 0]
-    best = rows.max(-1).values
-    return ((best - chosen) / 2.0 ** (best.abs().log2().floor() - 7)).tolist()
+    return (rows.max(-1).values - chosen).tolist()
+
+
+def rounding(model: nn.Module, prompts: list[list[int]], completions: list[list[int]]) -> float:
+    """The largest error of a logit that the dtype of the model makes, against the same weights in fp32."""
+    wide = copy.deepcopy(model).float()
+    pairs = list(zip(prompts, completions, strict=True))
+    errors = [(completion_logits(model, *pair) - completion_logits(wide, *pair)).abs().max().item() for pair in pairs]
+    return max(errors)
 
 
 class GreedyAfterEachStep(TrainerCallback):
@@ -154,6 +166,7 @@ class GreedyAfterEachStep(TrainerCallback):
         self.trainer: Any = None
         self.present: list[list[float]] = []
         self.stale: list[list[float]] = []
+        self.rounding: list[float] = []
         self.awake: list[dict[str, int]] = []
         self._before: list[list[int]] = []
 
@@ -167,6 +180,7 @@ class GreedyAfterEachStep(TrainerCallback):
         for judged, of in ((self.present, completions), (self.stale, self._before)):
             pairs = zip(self.PROMPTS, of, strict=False)
             judged.append([gap for prompt, ids in pairs for gap in behind_the_best(model, prompt, ids)])
+        self.rounding.append(rounding(model, self.PROMPTS, completions))
         self._before = completions
 
 
@@ -200,6 +214,7 @@ def train(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
         "settings": settings_of(trainer),
         "present": watch.present,
         "stale": watch.stale,
+        "rounding": watch.rounding,
         "awake": watch.awake,
         "used_when_adopted": trainer.used_when_adopted,
         "weight_bytes": sum(p.nbytes for p in trainer.model.parameters()),

@@ -33,8 +33,8 @@ ENGINE = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 LARGE = ("sharing", "copying")
-# Two engines round every layer differently; the second likeliest token lies eight steps or more behind the first.
-TIE_STEPS = 4
+# A tie: each of two engines may be off by the rounding of bf16 in each of two logits.
+ROUNDINGS_OF_A_TIE = 4
 Run = Callable[[str], dict[str, Any]]
 
 
@@ -94,9 +94,9 @@ def test_greedy_completions_are_those_of_the_present_weights_after_each_update(w
     assert figures["settings"]["share_vllm_weights"] == ("on" if way == "sharing" else "off")
     assert figures["settings"]["park_policy_during_rollout"] == "on"
     assert len(figures["present"]) == 5
-    for gaps in figures["present"]:
+    for gaps, rounding in zip(figures["present"], figures["rounding"], strict=True):
         assert mean(gap == 0.0 for gap in gaps) >= 0.95, gaps
-        assert max(gaps) <= TIE_STEPS, gaps
+        assert max(gaps) <= ROUNDINGS_OF_A_TIE * rounding, gaps
     assert mean(gap == 0.0 for gap in figures["stale"][1]) < 0.8, "the updates are too small to tell weights apart"
     assert max(figures["gap"]) < 0.2
 
