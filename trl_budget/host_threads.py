@@ -140,7 +140,8 @@ def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: in
     `TRL_BUDGET_HOST_THREADS` if it is set. Otherwise the cores that the process may run on, split between the
     processes on this machine (`LOCAL_WORLD_SIZE`), or `OMP_NUM_THREADS` if that is less. The 1 that torchrun sets for
     every process, and `accelerate launch` for a single one too, is not taken for a wish: it is named in a warning.
-    Taken for one, the update of a 4B policy on one H200 took 32 s instead of 14.
+    Taken for one, the update of 128 rollouts by one H200 took 32 s, where two took 14 s for twice as many
+    (benchmarks/results/two_gpus_second.json).
 
     Args:
         environment: environment variables.

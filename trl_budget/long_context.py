@@ -15,7 +15,7 @@ from trl_budget.errors import SettingsError
 from trl_budget.placement import ResolvedSetting
 
 ACTIVATION_OFFLOAD = ("auto", "on", "off")
-AUTO_TILE_TOKENS = (8192, 4096, 2048)  # 1.3 to 0.3 GiB for a 4B layer; small ones are bound by the host's 5 ms a tile
+AUTO_TILE_TOKENS = (8192, 4096, 2048)  # 1.3 to 0.3 GiB for a 4B layer; the host launches each tile's kernels anew
 SPLIT_ATTENTION = ("sdpa",)  # implementations that `attention.py` can run apart from the rest of a layer
 OFFLOAD, TILES, GROUPS = "activation_offload", "tiled_mlp", "attention_head_groups"
 
