@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trl_budget.attention import AttentionCall, intercepted_attention
 from trl_budget.errors import UnservedLayerError
+from trl_budget.layer_bypass import find_bypasses, known_bypasses, left_out
 from trl_budget.upstream_model import checkpointed_layer, runs_layer_hooks
 
 # Dimension that counts tokens. Everything else that is a tensor belongs to attention, which sees the whole sequence.
@@ -177,10 +178,19 @@ class LayerCall:
             num_calls += 1
             return attention_output
 
-        output = self._run_tile(tile, start, give)
+        with left_out(known_bypasses(self.layer)):
+            output = self._run_tile(tile, start, give)
         if num_calls != 1:
             self._refuse(f"calls attention {num_calls} times", "only one call can be cut out", _HINT)
         return self._checked(output, tile)
+
+    def learn_to_finish(self, tile: Tensor, attention_output: Tensor, start: int) -> None:
+        """Finds out, once for each layer, what `finish` can leave out; called as that is, without grad."""
+        find_bypasses(
+            self.layer,
+            project=lambda: self.project(tile, start),
+            finish=lambda: self.finish(tile, attention_output, start),
+        )
 
     def _run_tile(self, tile: Tensor, start: int, interceptor: Callable[[AttentionCall], Tensor]) -> Any:
         stop = start + tile.shape[1]

@@ -116,7 +116,9 @@ def run_layer(call: LayerCall, settings: TileSettings, hidden_states: Tensor) ->
         attention = heads.attend()
     output = None
     for start, stop in _tiles(settings, num_tokens):
-        tile = call.finish(_tile(hidden_states, start, stop), _given(attention, start, stop), start)
+        given = (_tile(hidden_states, start, stop), _given(attention, start, stop), start)
+        call.learn_to_finish(*given)
+        tile = call.finish(*given)
         if output is None:
             output = tile.new_empty(*hidden_states.shape[:2], *tile.shape[2:])
         output[:, start:stop].copy_(tile)
