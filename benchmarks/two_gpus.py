@@ -135,7 +135,7 @@ def time_details(gradients: Any, times: PhaseTimes) -> None:
 
     timed(gradients.collector, "wait")
     if isinstance(gradients, SharedGradients):
-        timed(gradients._threads, "run")
+        timed(gradients, "reduce")
         timed(gradients._ranks, "exchange")
 
 

@@ -26,19 +26,23 @@ def num_rows(gradient: Tensor) -> int:
     return -(-gradient.numel() // ROW_ELEMENTS)
 
 
-def row_norms(flat: Tensor) -> Tensor:
+def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
     """The 2-norms of consecutive `ROW_ELEMENTS` elements, the last of what is left.
 
     Args:
         flat: fp32, host, one dimension.
+        out: where they go, `[num_rows(flat)]`, fp32, host; new memory when None.
 
     Returns:
-        `[num_rows(flat)]`, fp32, host.
+        `out`.
     """
+    out = torch.empty(num_rows(flat)) if out is None else out
     num_whole = flat.numel() // ROW_ELEMENTS
     rows, rest = flat[: num_whole * ROW_ELEMENTS].view(num_whole, ROW_ELEMENTS), flat[num_whole * ROW_ELEMENTS :]
-    norms = torch.linalg.vector_norm(rows, dim=1)
-    return torch.cat([norms, torch.linalg.vector_norm(rest)[None]]) if rest.numel() > 0 else norms
+    torch.linalg.vector_norm(rows, dim=1, out=out[:num_whole])
+    if rest.numel() > 0:
+        out[num_whole].copy_(torch.linalg.vector_norm(rest))
+    return out
 
 
 def is_measured_in_rows(parameter: Tensor) -> bool:

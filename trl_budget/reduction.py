@@ -7,7 +7,8 @@ every rank, and the same whichever rank steps. Nothing passes through NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
@@ -23,7 +24,9 @@ from trl_budget.parameter_slots import ParameterSlot
 from trl_budget.ranks import Ranks
 from trl_budget.shared_state import SharedSlot
 
-CHUNK_ELEMENTS = 2**19  # what is summed stays in cache until it is measured; whole rows of the norm
+# Whole rows of the norm. What is summed stays in cache until it is measured; shorter chunks wait for Python's lock.
+CHUNK_ELEMENTS = 2**20
+_Sum = tuple[Tensor, list[Tensor], Tensor | None]  # target, what to add, where the norms of its rows go
 
 
 class SharedGradients(HostGradients):
@@ -88,25 +91,32 @@ class SharedGradients(HostGradients):
         slots = self._shared_slots()
         filled = self._ranks.exchange("reduce gradients", bytes(slot.accumulator_is_filled for slot in slots))
         here = [filled[rank] for rank in self._ranks.node_ranks]
-        sums: list[tuple[SharedSlot, list[Tensor], int]] = []
+        sums: list[_Sum] = []
         for index, slot in enumerate(slots):
             slot.is_reduced = True
             slot.reduced = slot.peers[slot.reducer] if any(flags[index] for flags in filled) else None
             if slot.reduced is not None and slot.reducer == self._ranks.local_rank:
-                sources = [peer.view(-1) for peer, flags in zip(slot.peers, here, strict=True) if flags[index]]
-                sums += [(slot, sources, start) for start in range(0, slot.reduced.numel(), CHUNK_ELEMENTS)]
-                if is_measured_in_rows(slot.parameter) and self._ranks.num_nodes == 1:
-                    self._row_norms[slot] = torch.empty(num_rows(slot.reduced))
-        self._threads.run(lambda chunk: self._sum_chunk(*chunk), sums)
-        self._sum_nodes({slot: None for slot, *_ in sums})
+                peers = [peer for peer, flags in zip(slot.peers, here, strict=True) if flags[index]]
+                sums += self._sums_of(slot, peers)
+        self._threads.run(self._sum_chunk, sums)
+        self._sum_nodes(slot for slot in slots if slot.reducer == self._ranks.local_rank)
         self._is_reduced = True
 
-    @torch.no_grad()
-    def _sum_chunk(self, slot: SharedSlot, sources: list[Tensor], start: int) -> None:
-        """The mean over this node's ranks, in rank order, and its norms; the sum where nodes follow. On any thread."""
+    def _sums_of(self, slot: SharedSlot, peers: list[Tensor]) -> Iterator[_Sum]:
+        """What is to be summed for one slot, cut here: a thread that cuts holds up the others at Python's lock."""
         assert slot.reduced is not None
-        target = slot.reduced.view(-1)[start : start + CHUNK_ELEMENTS]
-        parts = [source[start : start + CHUNK_ELEMENTS] for source in sources]
+        targets = slot.reduced.view(-1).split(CHUNK_ELEMENTS)
+        parts = [peer.view(-1).split(CHUNK_ELEMENTS) for peer in peers]
+        norms: Iterable[Tensor | None] = itertools.repeat(None)
+        if is_measured_in_rows(slot.parameter) and self._ranks.num_nodes == 1:
+            self._row_norms[slot] = torch.empty(num_rows(slot.reduced))
+            norms = self._row_norms[slot].split(CHUNK_ELEMENTS // ROW_ELEMENTS)
+        for chunk, (target, of_chunk) in enumerate(zip(targets, norms, strict=False)):
+            yield target, [part[chunk] for part in parts], of_chunk
+
+    def _sum_chunk(self, chunk: _Sum) -> None:
+        """The mean over this node's ranks, in rank order, and its norms; the sum where nodes follow. On any thread."""
+        target, parts, norms = chunk
         # Into the target at once, unless it holds an addend that comes later.
         is_later = any(part.data_ptr() == target.data_ptr() for part in parts[2:])
         total = self._sum.take(target.numel()) if is_later else target
@@ -118,9 +128,8 @@ class SharedGradients(HostGradients):
             total.add_(part)
         if self._ranks.num_nodes == 1:
             total.div_(self._ranks.world_size)
-        if slot in self._row_norms:
-            norms = row_norms(total)
-            self._row_norms[slot][start // ROW_ELEMENTS :][: norms.numel()] = norms
+        if norms is not None:
+            row_norms(total, out=norms)
         if is_later:
             target.copy_(total)
 
@@ -128,7 +137,8 @@ class SharedGradients(HostGradients):
         if self._ranks.num_nodes == 1:
             return
         for slot in slots:
-            assert slot.reduced is not None
+            if slot.reduced is None:
+                continue
             self._ranks.sum_over_nodes(slot.reduced.view(-1))
             slot.reduced.div_(self._ranks.world_size)
 
