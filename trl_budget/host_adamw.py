@@ -12,7 +12,8 @@ import gc
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -42,7 +43,6 @@ from trl_budget.team import Arrivals, broadcast_untrained, join_team
 logger = logging.getLogger(__name__)
 
 BLOCK_ELEMENTS = 2**22  # a multiple of 16; shorter blocks pay more for calls than they win by staying in cache
-BLOCKS_BETWEEN_ARRIVALS = 16  # some 30 ms on 16 cores
 MAX_CONSECUTIVE_SKIPPED_STEPS = 10
 
 _owners: weakref.WeakValueDictionary[int, HostAdamW] = weakref.WeakValueDictionary()
@@ -293,27 +293,28 @@ class HostAdamW(torch.optim.Optimizer):
             **{key: group[key] for key in ("lr", "eps", "weight_decay")},
             **dict.fromkeys(UNSERVED_FLAGS, False),
         }
-        for some in self._between_arrivals(slots):
-            flat = [(slot, cast(Tensor, slot.gradient).reshape(-1)) for slot in some]
-            blocks = [(*pair, start) for pair in flat for start in range(0, pair[1].numel(), BLOCK_ELEMENTS)]
-            self._threads.run(lambda block: self._step_block(*block, settings), blocks)
-            for slot in some:
+        flat = [(slot, cast(Tensor, slot.gradient).reshape(-1)) for slot in slots]
+        blocks = [(*pair, start) for pair in flat for start in range(0, pair[1].numel(), BLOCK_ELEMENTS)]
+        num_open = Counter(slot for slot, *_ in blocks)
+        stepped: deque[ParameterSlot] = deque()  # once for each block; appended to by the host threads
+        unpublished = deque(slots)
+
+        def step_block(block: tuple[ParameterSlot, Tensor, int]) -> None:
+            self._step_block(*block, settings)
+            stepped.append(block[0])
+
+        def exchange() -> None:
+            """Tells the other ranks what is complete here, in order, and takes what is complete there."""
+            while stepped:
+                num_open[stepped.popleft()] -= 1
+            while unpublished and num_open[unpublished[0]] == 0:
+                slot = unpublished.popleft()
                 slot.step += 1
                 self._team.publish(slot)
             self._receive(arrivals.ready())
 
-    def _between_arrivals(self, slots: Sequence[ParameterSlot]) -> Iterator[list[ParameterSlot]]:
-        """All slots at once; with several ranks as many as keep the threads busy, to look for others' in between."""
-        batch: list[ParameterSlot] = []
-        num_blocks = 0
-        for slot in slots:
-            batch.append(slot)
-            num_blocks += -(-slot.exp_avg.numel() // BLOCK_ELEMENTS)
-            if self.world_size > 1 and num_blocks >= BLOCKS_BETWEEN_ARRIVALS:
-                yield batch
-                batch, num_blocks = [], 0
-        if batch:
-            yield batch
+        self._threads.run(step_block, blocks, meanwhile=exchange)
+        exchange()
 
     def _receive(self, slots: Iterable[ParameterSlot]) -> None:
         """Refreshes the compute weights of parameters that other ranks have stepped."""

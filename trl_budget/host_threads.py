@@ -35,6 +35,7 @@ SET_BY_ACCELERATE_LAUNCH = "ACCELERATE_DYNAMO_USE_FULLGRAPH"  # accelerate/utils
 THREAD_NAME = "trl-budget-host"
 MAX_STEP_THREADS = 4
 MIN_CORES_PER_STEP_THREAD = 4
+POLL_SECONDS = 5e-3
 _start_lock = threading.Lock()  # starting threads changes a setting of the whole process for a moment
 
 
@@ -84,25 +85,39 @@ class HostThreads:
         assert self._executor is not None
         return self._executor.submit(work, *args)
 
-    def run(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
+    def run(
+        self,
+        work: Callable[[Item], None],
+        items: Iterable[Item],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Calls `work` on every item, on whichever thread is free, and returns when all are done.
 
         One item, or a pool of one, runs on the calling thread, with `cores`. In a pool of several, `work` must
         not call `run`: threads that wait for each other's queued calls wait for ever.
 
+        Args:
+            work: what to do with an item.
+            items: begun in this order.
+            meanwhile: called by the calling thread again and again while it would wait, or after every item.
+
         Raises:
-            Exception: the first that `work` raised; items not begun by then are left out.
+            Exception: the first that `work` raised, or `meanwhile`; items not begun by then are left out.
         """
         pending = deque(items)
         if len(pending) <= 1 or self.count == 1:
             with _cores(self.cores):
                 for item in pending:
                     work(item)
+                    if meanwhile is not None:
+                        meanwhile()
             return
 
         jobs = [work]  # emptied at the end: a thread that still holds the call must not keep alive what `work` holds
         takers = [self.submit(_take, jobs, pending) for _ in range(min(self.count, len(pending)))]
         try:
+            while meanwhile is not None and wait(takers, timeout=POLL_SECONDS).not_done:
+                meanwhile()
             for taker in takers:
                 taker.result()
         finally:

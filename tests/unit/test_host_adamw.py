@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch_reference import (
 )
 
 from trl_budget.host_adamw import BLOCK_ELEMENTS, HostAdamW
+from trl_budget.host_threads import HostThreads
 
 IMPLEMENTATIONS = ("fused", "foreach", "loop")
 OVER_ONE_BLOCK, OVER_THREE_BLOCKS = BLOCK_ELEMENTS + 5, 3 * BLOCK_ELEMENTS + 5
@@ -286,3 +288,35 @@ def test_a_gradient_that_is_not_contiguous_has_the_bits_of_torch(dtype: torch.dt
     optimizer.step()
     stock.step()
     assert_same_bits(optimizer, parameters, stock, twins)
+
+
+def test_a_parameter_is_published_in_its_place_when_all_of_its_blocks_have_been_stepped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trl_budget.host_adamw.BLOCK_ELEMENTS", 16)
+    parameters = random_parameters([(50,), (16,), (3,), (40, 4), (0,)], torch.bfloat16)
+    optimizer = HostAdamW(parameters, lr=1e-2)
+    optimizer._threads = HostThreads(4, cores=1)
+    events: list[tuple[str, int, float]] = []
+    step_block, number = optimizer._step_block, {slot: i for i, slot in enumerate(optimizer._slots.values())}
+
+    def slow_first_blocks(slot: Any, flat: Tensor, start: int, settings: Any) -> None:
+        time.sleep(0.03 if start == 0 else 0.002)
+        step_block(slot, flat, start, settings)
+        events.append(("stepped", number[slot], float(slot.step)))
+
+    monkeypatch.setattr(optimizer, "_step_block", slow_first_blocks)
+    monkeypatch.setattr(
+        optimizer._team, "publish", lambda slot: events.append(("published", number[slot], float(slot.step)))
+    )
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    published = [index for what, index, _ in events if what == "published"]
+    assert published == list(range(5))
+    for index in range(5):
+        of_slot = [(what, step) for what, i, step in events if i == index]
+        blocks = -(-parameters[index].numel() // 16)
+        assert of_slot == [("stepped", 0.0)] * blocks + [("published", 1.0)]
+    first_published = [what for what, _, _ in events].index("published")
+    assert any(what == "stepped" for what, _, _ in events[first_published:]), "not only at the end"

@@ -207,3 +207,34 @@ def test_a_launchers_single_thread_is_named_in_a_warning(caplog: pytest.LogCaptu
 def test_nothing_else_warns(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     host_thread_count(environment, num_cores=16)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_caller_does_something_else_while_it_waits(count: int) -> None:
+    done: list[int] = []
+    seen: list[int] = []
+
+    def work(item: int) -> None:
+        time.sleep(0.02)
+        done.append(item)
+
+    HostThreads(count).run(work, range(6), meanwhile=lambda: seen.append(len(done)))
+    assert sorted(done) == list(range(6))
+    assert seen == sorted(seen)
+    assert any(0 < number < 6 for number in seen), "called before all was done"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_error_of_what_is_done_meanwhile_leaves_out_what_has_not_begun(count: int) -> None:
+    done: list[int] = []
+
+    def work(item: int) -> None:
+        time.sleep(0.01)
+        done.append(item)
+
+    with pytest.raises(ZeroDivisionError):
+        HostThreads(count).run(work, range(100), meanwhile=lambda: 1 // 0)
+    num_done = len(done)
+    assert num_done < 100
+    time.sleep(0.05)
+    assert len(done) == num_done, "no thread goes on"
