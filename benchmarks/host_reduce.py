@@ -1,9 +1,10 @@
-"""How fast two ranks of a node sum their gradients: chunk sizes, in place or through a buffer, numbers of threads.
+"""What two ranks of a node do with 32 cores at once: sum their gradients, and step AdamW, by threads and chunk size.
 
-Two processes, each with half of the cores, map both accumulators and sum half of the elements each, as
-`reduction.py` does (sum, mean, row norms), at the same time. Nothing of a GPU is used.
+Two processes, each with half of the cores, map both accumulators and sum half of the elements each, as `reduction.py`
+does (sum, mean, row norms), at the same time; `sum` is the first of the three alone, what memory allows. Then each
+steps AdamW over a part of its accumulator. Seconds are scaled to `--model-elements` in all. Nothing of a GPU is used.
 
-    python benchmarks/host_reduce.py --elements 1000000000   # 40 s on 32 cores, 8 GB
+    python benchmarks/host_reduce.py --commit $(git rev-parse HEAD)   # 40 s on 32 cores, 13 GB
 """
 
 from __future__ import annotations
@@ -12,101 +13,120 @@ import argparse
 import json
 import mmap
 import os
-import statistics
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from trl_budget.gradient_norm import row_norms
-from trl_budget.host_threads import HostThreads, ThreadScratch
+from trl_budget.host_threads import HostThreads
 
-CHUNKS = (2**17, 2**18, 2**19, 2**20, 2**21, 2**22)
-REPEATS = 4
+COUNTS = (1, 2, 4, 8, 16)
+LOG2_CHUNKS = (17, 19, 20, 21, 23)
+LOG2_BLOCKS = (20, 22)
+REPEATS = 3
+ADAMW: dict[str, Any] = {
+    **dict.fromkeys(("foreach", "capturable", "differentiable", "amsgrad", "maximize"), False),
+    "fused": True,
+    **{"beta1": 0.9, "beta2": 0.999, "lr": 1e-6, "weight_decay": 0.0, "eps": 1e-8},
+}
 
 
 def mapped(descriptor: int, num_elements: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, 4 * num_elements), dtype=torch.float32)
 
 
-def reduce_half(sources: list[Tensor], half: slice, chunk: int, threads: HostThreads, *, in_place: bool) -> None:
-    """Sum over both, mean, row norms of every chunk of one half; the result is in one of the sources."""
-    scratch = ThreadScratch()
-    parts = [source[half] for source in sources]
+def reduce_half(halves: list[Tensor], chunk: int, threads: HostThreads, *, whole: bool) -> None:
+    """The sum over both, in the second; then, if `whole`, its mean and the norms of its rows."""
 
-    def sum_chunk(start: int) -> None:
-        first, second = (part[start : start + chunk] for part in parts)
-        total = second if in_place else scratch.take(first.numel())
-        torch.add(first, second, out=total)
-        total.div_(2)
-        row_norms(total)
-        if not in_place:
-            second.copy_(total)
+    def sum_chunk(parts: tuple[Tensor, Tensor]) -> None:
+        first, second = parts
+        torch.add(first, second, out=second)
+        if whole:
+            second.div_(2)
+            row_norms(second)
 
-    threads.run(sum_chunk, range(0, parts[0].numel(), chunk))
+    threads.run(sum_chunk, zip(*(half.split(chunk) for half in halves), strict=True))
+
+
+def step(state: list[Tensor], block: int, threads: HostThreads) -> None:
+    def step_block(parts: tuple[Tensor, ...]) -> None:
+        master, gradient, exp_avg, exp_avg_sq = ([part] for part in parts)
+        adamw(master, gradient, exp_avg, exp_avg_sq, [], [torch.tensor(1.0)], **ADAMW)
+
+    threads.run(step_block, zip(*(part.split(block) for part in state), strict=True))
 
 
 def run_rank(rank: int, descriptors: list[int], num_elements: int, barrier: Any, results: Any) -> None:
     num_cores = len(os.sched_getaffinity(0)) // 2
     sources = [mapped(descriptor, num_elements) for descriptor in descriptors]
     sources[rank].fill_(1.0)
-    middle = num_elements // 2 // CHUNKS[-1] * CHUNKS[-1]
-    half = slice(0, middle) if rank == 0 else slice(middle, None)
-    found = {}
-    for count in (1, 2, 4, 8, 16):
-        if count > num_cores:
-            continue
-        threads = HostThreads(count, cores=max(1, num_cores // count))
-        for chunk in CHUNKS:
-            for in_place in (True,):
-                seconds = []
-                for _ in range(REPEATS):
-                    barrier.wait()
-                    began = time.perf_counter()
-                    reduce_half(sources, half, chunk, threads, in_place=in_place)
-                    seconds.append(time.perf_counter() - began)
-                name = f"{count} threads of {threads.cores} cores, chunks of 2^{chunk.bit_length() - 1}, "
-                found[name + ("in place" if in_place else "through a buffer")] = seconds
+    halves = [source[: num_elements // 2] if rank == 0 else source[num_elements // 2 :] for source in sources]
+    state = list(sources[rank].chunk(4))
+    found: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], None], share: float) -> None:
+        seconds = []
+        for _ in range(REPEATS):
+            barrier.wait()
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+        found[name] = min(seconds[1:]) / share
+
+    for count in (count for count in COUNTS if count <= num_cores):
+        threads = HostThreads(count, cores=num_cores // count)
+        where = f"{count} threads of {threads.cores} cores"
+        for log2 in LOG2_CHUNKS:
+            for name, whole in (("sum, mean, norms", True), ("sum", False)):
+                key = f"{name}: {where}, chunks of 2^{log2}"
+                timed(key, lambda log2=log2, whole=whole: reduce_half(halves, 2**log2, threads, whole=whole), 1.0)
+        for log2 in LOG2_BLOCKS:
+            key = f"AdamW: {where}, blocks of 2^{log2}"
+            timed(key, lambda log2=log2: step(state, 2**log2, threads), 0.5)  # a quarter of the elements, not a half
         threads.close()
     results.put((rank, found))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=1_000_000_000, help="of each rank's gradient")
+    parser.add_argument("--elements", type=int, default=800_000_000, help="of each rank's accumulator")
+    parser.add_argument("--model-elements", type=int, default=4_022_468_096, help="what seconds are scaled to")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/host_reduce.json"))
     args = parser.parse_args()
+    num_elements = args.elements // 8 * 8
     context = get_context("fork")
     descriptors = [os.memfd_create(f"rank{rank}") for rank in range(2)]
     for descriptor in descriptors:
-        os.ftruncate(descriptor, 4 * args.elements)
+        os.ftruncate(descriptor, 4 * num_elements)
     barrier, results = context.Barrier(2), context.Queue()
     ranks = [
-        context.Process(target=run_rank, args=(rank, descriptors, args.elements, barrier, results)) for rank in (0, 1)
+        context.Process(target=run_rank, args=(rank, descriptors, num_elements, barrier, results)) for rank in (0, 1)
     ]
     for process in ranks:
         process.start()
     found = dict(results.get() for _ in ranks)
     for process in ranks:
         process.join()
+    scale = args.model_elements / num_elements
     report = {
-        "elements": args.elements,
+        "elements": num_elements,
         "cpu_cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "commit": args.commit,
-        "seconds_of_the_slower_rank": {
-            name: [max(pair) for pair in zip(*(found[rank][name] for rank in (0, 1)), strict=True)]
-            for name in found[0]
+        "seconds_for_all_elements_of_the_model": {
+            name: scale * max(found[rank][name] for rank in (0, 1)) for name in found[0]
         },
     }
     args.output.write_text(json.dumps(report, indent=1) + "\n")
-    medians = {name: statistics.median(s[1:]) for name, s in report["seconds_of_the_slower_rank"].items()}
-    for name, seconds in sorted(medians.items(), key=lambda pair: pair[1]):
-        print(f"{seconds:.3f} s  {8 * args.elements / seconds / 1e9:.0f} GB/s read  {name}")
+    for name, seconds in report["seconds_for_all_elements_of_the_model"].items():
+        print(f"{seconds:.3f} s  {name}")
 
 
 if __name__ == "__main__":

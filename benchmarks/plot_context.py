@@ -62,7 +62,7 @@ def draw(modes: dict[str, Any], names: list[str], title: str = "Peak of a traini
     axes.set_xticks(sorted(measured)[1:])  # the two shortest lie too near to each other
     axes.grid(alpha=0.3)
     labels = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))  # each label once
-    axes.legend(labels.values(), labels.keys(), fontsize=9, loc="upper left")
+    figure.legend(labels.values(), labels.keys(), fontsize=9, loc="outside lower center", ncols=3)
     return figure
 
 
