@@ -10,6 +10,7 @@ steps AdamW over a part of its accumulator. Seconds are scaled to `--model-eleme
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import mmap
 import os
@@ -85,10 +86,10 @@ def run_rank(rank: int, descriptors: list[int], num_elements: int, barrier: Any,
         for log2 in LOG2_CHUNKS:
             for name, whole in (("sum, mean, norms", True), ("sum", False)):
                 key = f"{name}: {where}, chunks of 2^{log2}"
-                timed(key, lambda log2=log2, whole=whole: reduce_half(halves, 2**log2, threads, whole=whole), 1.0)
+                timed(key, functools.partial(reduce_half, halves, 2**log2, threads, whole=whole), 1.0)
         for log2 in LOG2_BLOCKS:
             key = f"AdamW: {where}, blocks of 2^{log2}"
-            timed(key, lambda log2=log2: step(state, 2**log2, threads), 0.5)  # a quarter of the elements, not a half
+            timed(key, functools.partial(step, state, 2**log2, threads), 0.5)  # a quarter of the elements, not a half
         threads.close()
     results.put((rank, found))
 
