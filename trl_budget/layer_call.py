@@ -9,7 +9,7 @@ is refused. Legend: B rows, T tokens, t tokens of a tile, H hidden, Hq / Hkv hea
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -178,19 +178,24 @@ class LayerCall:
             num_calls += 1
             return attention_output
 
-        with left_out(known_bypasses(self.layer)):
+        with left_out(known_bypasses(self.layer, self._dtypes(tile))):
             output = self._run_tile(tile, start, give)
         if num_calls != 1:
             self._refuse(f"calls attention {num_calls} times", "only one call can be cut out", _HINT)
         return self._checked(output, tile)
 
     def learn_to_finish(self, tile: Tensor, attention_output: Tensor, start: int) -> None:
-        """Finds out, once for each layer, what `finish` can leave out; called as that is, without grad."""
+        """Finds out, once for each layer, what `finish` can leave out; called as that is."""
+        leaf = tile.detach().requires_grad_()
         find_bypasses(
             self.layer,
-            project=lambda: self.project(tile, start),
-            finish=lambda: self.finish(tile, attention_output, start),
+            self._dtypes(tile),
+            project=lambda: self.project(leaf, start),
+            finish=lambda: self.finish(leaf, attention_output, start),
         )
+
+    def _dtypes(self, tile: Tensor) -> Hashable:
+        return tile.dtype, *self._autocast.values(), *dict.fromkeys(p.dtype for p in self.layer.parameters())
 
     def _run_tile(self, tile: Tensor, start: int, interceptor: Callable[[AttentionCall], Tensor]) -> Any:
         stop = start + tile.shape[1]

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_budget.activation_store import DeviceStore
 from trl_budget.errors import SettingsError
+from trl_budget.layer_bypass import forget_bypasses
 from trl_budget.layer_checkpoint import tiled_layers
 from trl_budget.layer_tiles import TileSettings
 from trl_budget.trial_forward import difference_of_scores, trial_scores
@@ -45,6 +46,7 @@ def layers_fault(
     settings = TileSettings(TILE_TOKENS, num_head_groups) if is_tiled else TileSettings()
     was_training = model.training
     model.train()
+    forget_bypasses(model)
     device = next(model.parameters()).device
     try:
         with _checkpointing(model), autocast:

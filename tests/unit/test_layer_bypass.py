@@ -14,7 +14,8 @@ from tiny import max_difference
 from torch import Tensor, nn
 
 from trl_budget import layer_bypass
-from trl_budget.layer_bypass import find_bypasses, known_bypasses, left_out
+from trl_budget.attention import intercepted_attention
+from trl_budget.layer_bypass import find_bypasses, forget_bypasses, known_bypasses, left_out
 from trl_budget.layer_tiles import TileSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
@@ -67,12 +68,49 @@ class ChecksItself(Layer):
         return hidden + self.out(attention(query))
 
 
+class UsesANormTwice(Layer):
+    def forward(self, hidden: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        return hidden + self.out(attention(self.q(self.norm(self.norm(hidden)))))
+
+
+class AddsNothing(torch.autograd.Function):
+    """Returns its first input; the second gets a gradient of ones, as that of an auxiliary loss."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones(())
+
+
+class WithAuxiliaryLoss(Layer):
+    def forward(self, hidden: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        query = self.q(self.norm(hidden))
+        return hidden + AddsNothing.apply(self.out(attention(query)), query.square().mean())
+
+
+class Counts(Layer):
+    """Its buffer would hold NaN for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, hidden: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        query = self.q(self.norm(hidden))
+        self.largest.copy_(query.detach().max())
+        return hidden + self.out(attention(query))
+
+
 class Runs:
     """One layer on one tile, up to its attention and from it."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer.requires_grad_(False)
-        self.hidden, self.given = torch.randn(2, 5, 8), torch.randn(2, 5, 12)
+        self.hidden, self.given = torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 5, 12)
+        self.dtypes: Any = torch.float32
 
     def project(self) -> None:
         def leave(_: Tensor) -> Tensor:
@@ -82,16 +120,22 @@ class Runs:
             self.layer(self.hidden, leave)
 
     def finish(self) -> Tensor:
-        with left_out(known_bypasses(self.layer)):
+        with left_out(known_bypasses(self.layer, self.dtypes)), intercepted_attention(no_attention):
             return self.layer(self.hidden, lambda _: self.given)
 
     def find(self) -> set[str]:
-        find_bypasses(self.layer, self.project, self.finish)
-        return names_of(self.layer)
+        find_bypasses(self.layer, self.dtypes, self.project, self.finish)
+        return names_of(self.layer, self.dtypes)
 
 
-def names_of(layer: nn.Module) -> set[str]:
-    modules = [bypass.module for bypass in known_bypasses(layer)]
+def no_attention(_: Any) -> Tensor:
+    raise AssertionError("these layers call no attention of transformers")
+
+
+def names_of(layer: nn.Module, dtypes: Any = None) -> set[str]:
+    """Of what was learned; under any dtypes when None."""
+    learned = layer_bypass._known.get(layer, (None, []))[0]
+    modules = [bypass.module for bypass in known_bypasses(layer, learned if dtypes is None else dtypes)]
     return {name for name, module in layer.named_modules() if module in modules}
 
 
@@ -101,8 +145,11 @@ def names_of(layer: nn.Module) -> set[str]:
         (Layer, {"norm", "q"}),
         (Gated, set()),
         (BesideAttention, {"q"}),
-        (WritesInPlace, {"norm"}),
+        (WritesInPlace, {"norm", "q"}),
         (ChecksItself, set()),
+        (UsesANormTwice, {"q"}),
+        (WithAuxiliaryLoss, set()),
+        (Counts, set()),
     ],
 )
 def test_only_what_no_bit_of_the_output_depends_on_is_left_out(kind: type[Layer], expected: set[str]) -> None:
@@ -125,7 +172,7 @@ def test_gradients_are_the_same_bits_as_with_every_module_run(family: str, monke
         assert names_of(layer) == HEADS | heads | norm
     log_probs, found = gradients(model, settings)
     for layer in layers:
-        monkeypatch.setitem(layer_bypass._known, layer, [])
+        monkeypatch.setitem(layer_bypass._known, layer, (layer_bypass._known[layer][0], []))
     all_log_probs, expected = gradients(model, settings)
     assert torch.equal(log_probs, all_log_probs)
     assert max_difference(found, expected) == 0.0
@@ -176,7 +223,7 @@ def test_a_module_that_gets_a_hook_runs_again() -> None:
 def test_modules_are_themselves_again_after_an_error() -> None:
     runs = Runs(Layer())
     runs.find()
-    with pytest.raises(ValueError), left_out(known_bypasses(runs.layer)):
+    with pytest.raises(ValueError), left_out(known_bypasses(runs.layer, runs.dtypes)):
         raise ValueError
     assert "forward" not in vars(runs.layer.q)
     assert not runs.layer.q._forward_hooks
@@ -184,7 +231,7 @@ def test_modules_are_themselves_again_after_an_error() -> None:
 
 def test_running_out_of_memory_is_no_reason_to_look_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs(Layer())
-    finishes: Iterator[Any] = iter([runs.finish(), torch.OutOfMemoryError("full")])
+    finishes: Iterator[Any] = iter([runs.finish(), runs.finish(), torch.OutOfMemoryError("full")])
 
     def finish() -> Tensor:
         found = next(finishes)
@@ -193,4 +240,43 @@ def test_running_out_of_memory_is_no_reason_to_look_for_less(monkeypatch: pytest
         return found
 
     with pytest.raises(torch.OutOfMemoryError):
-        find_bypasses(runs.layer, runs.project, finish)
+        find_bypasses(runs.layer, runs.dtypes, runs.project, finish)
+
+
+def test_calls_outside_a_cut_layer_run_as_ever() -> None:
+    runs = Runs(Layer())
+    runs.find()
+    expected = runs.layer.q(runs.layer.norm(runs.hidden))
+    with left_out(known_bypasses(runs.layer, runs.dtypes)):
+        assert torch.equal(runs.layer.q(runs.layer.norm(runs.hidden)), expected)
+
+
+def test_what_was_learned_under_other_dtypes_does_not_count() -> None:
+    runs = Runs(Layer())
+    assert runs.find() == {"norm", "q"}
+    runs.dtypes = torch.bfloat16
+    assert names_of(runs.layer, runs.dtypes) == set()
+    assert runs.find() == {"norm", "q"}
+    assert names_of(runs.layer, torch.float32) == set()
+
+
+def test_a_trial_learns_anew() -> None:
+    runs = Runs(Layer())
+    runs.find()
+    runs.layer.forward = lambda hidden, attention: BesideAttention.forward(runs.layer, hidden, attention)
+    forget_bypasses(runs.layer)
+    assert runs.find() == {"q"}
+
+
+def test_a_hook_on_all_modules_sees_real_values() -> None:
+    runs = Runs(Layer())
+    runs.find()
+    seen: list[Tensor] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda _m, _args, output: seen.append(output))
+    try:
+        assert names_of(runs.layer) == set()
+        runs.finish()
+    finally:
+        handle.remove()
+    assert len(seen) == 4
+    assert names_of(runs.layer) == {"norm", "q"}
