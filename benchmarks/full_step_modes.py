@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
-EOS, EOS_LOGIT_BIAS = 1, 5.0
+EOS = 1
 
 
 @dataclass(frozen=True)
@@ -73,4 +73,4 @@ def workload_of(args: argparse.Namespace) -> Workload:
     """The workload that was asked for, `--scale` times as long."""
     if args.workload == "equal":
         return Workload(args.rows or 64, max(1, round(1024 * args.scale)), {"ignore_eos": True})
-    return Workload(args.rows or 128, max(1, round(4096 * args.scale)), {"logit_bias": {EOS: EOS_LOGIT_BIAS}})
+    return Workload(args.rows or 128, max(1, round(4096 * args.scale)), {"logit_bias": {EOS: args.eos_bias}})

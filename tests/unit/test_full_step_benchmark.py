@@ -38,6 +38,7 @@ def arguments(tmp_path: Path, **changed: Any) -> Namespace:
         "steps": 2,
         "set": [],
         "generation_only": False,
+        "eos_bias": full_step.EOS_BIAS,
         "shape": "tiny",
         "commit": "c",
         "output": tmp_path / "results" / "full_step.json",
@@ -93,7 +94,9 @@ def test_workloads_are_those_of_the_docstring(tmp_path: Path) -> None:
     assert (equal.rows, equal.max_completion, equal.generation_kwargs) == (64, 1024, {"ignore_eos": True})
     natural = full_step.workload_of(arguments(tmp_path, workload="natural"))
     assert (natural.rows, natural.max_completion) == (128, 4096)
-    assert natural.generation_kwargs == {"logit_bias": {full_step.EOS: 5.0}}
+    assert natural.generation_kwargs == {"logit_bias": {full_step.EOS: 5.6}}
+    assert full_step.key_of("ours", arguments(tmp_path, workload="natural")) == "natural/ours"
+    assert full_step.key_of("ours", arguments(tmp_path, workload="natural", eos_bias=5.0)) == "natural/ours/eos_bias=5"
     assert full_step.tokenizer().eos_token_id == full_step.EOS
     assert full_step.workload_of(arguments(tmp_path, workload="natural", rows=64)).rows == 64
 
