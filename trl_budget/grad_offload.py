@@ -52,6 +52,9 @@ class GradientCollector(Protocol):
     def discard(self) -> None:
         """As `wait`, for accumulators whose content will be dropped."""
 
+    def is_summed(self, slot: ParameterSlot) -> bool:
+        """Whether nothing of the slot is under way and nothing of any has failed. From any thread."""
+
 
 class GradientAccumulator:
     """Leaves gradients where they are until their backward ends, then moves all of them, and returns when it is done.
@@ -87,6 +90,10 @@ class GradientAccumulator:
 
     def discard(self) -> None:
         """Nothing is under way once `collect` has returned."""
+
+    def is_summed(self, slot: ParameterSlot) -> bool:
+        """Nothing is under way once `collect` has returned."""
+        return True
 
     @torch.no_grad()
     def collect(self, slots: Sequence[ParameterSlot]) -> None:

@@ -81,6 +81,10 @@ class _Progress:
             self._ring.give_back(space)
             self._changed.notify_all()
 
+    def is_finished(self, slot_id: int) -> bool:
+        with self._changed:
+            return self.error is None and slot_id not in self._num_open
+
     def wait(self, slot_id: int | None = None) -> None:
         """Blocks until nothing of the slot, or of any slot, is under way."""
         with self._changed:
@@ -228,6 +232,10 @@ class GradientStream:
             self._report_error()
         finally:
             self._progress.error, self._progress.is_error_reported = None, False
+
+    def is_summed(self, slot: ParameterSlot) -> bool:
+        """Whether nothing of the slot is under way and nothing of any has failed. From any thread."""
+        return self._progress.is_finished(id(slot))
 
     def discard(self) -> None:
         """Blocks until nothing is under way any more; an error that has been reported already is forgotten.

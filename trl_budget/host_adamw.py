@@ -214,7 +214,8 @@ class HostAdamW(torch.optim.Optimizer):
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The fp32 host gradient summed so far, clipping included, or None. Valid until the next backward or step.
 
-        With several ranks, this rank's own sum; once clipped or measured, the mean over all ranks.
+        With several ranks, this rank's own sum; once clipped or measured, the mean over all ranks. After the backward
+        that `begin_backward` said was the last, it is the mean already where this rank has begun to sum it.
         """
         self._collect_gradients()
         return self._gradients.of(self._slots[parameter])
@@ -248,6 +249,15 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _on_backward_end(self) -> None:
         self._gradients.on_backward_end(self._build_slots())
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Says that a backward is about to begin; optional, and only where it is known.
+
+        Args:
+            is_last: it is the last one before `clip_grad_norm_` and `step()`. Several ranks then begin to sum a
+                gradient over each other as soon as it is made. All ranks must say so in the same step.
+        """
+        self._gradients.begin_backward(is_last=is_last)
 
     # Stepping
 

@@ -48,6 +48,9 @@ class HostGradients:
             self._norm = None
             self.collector.on_gradient(slot)
 
+    def begin_backward(self, *, is_last: bool) -> None:
+        """A backward begins, the last one of the step or not."""
+
     def drain(self) -> None:
         """Moves every pending `parameter.grad` to its accumulator and waits for what is under way.
 

@@ -2,19 +2,22 @@
 
 Each rank sums the accumulators of its share of the parameters in rank order, in fp32, and divides by the number of
 ranks, as DDP's mean; between nodes gloo sums what the nodes have summed. The result and the norm are the same bits on
-every rank, and the same whichever rank steps. Nothing passes through NCCL.
+every rank, and the same whichever rank steps and however early it was summed. Nothing passes through NCCL.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from trl_budget.early_sums import HAS_ORDERED_STORES, EarlySums
 from trl_budget.errors import SettingsError
 from trl_budget.grad_offload import GradientCollector
 from trl_budget.gradient_norm import ROW_ELEMENTS, is_measured_in_rows, norm_of_norms, num_rows, row_norms
@@ -50,6 +53,13 @@ class SharedGradients(HostGradients):
         self._ranks = ranks
         self._is_reduced = False
         self._sum = ThreadScratch()
+        self._num_last_backwards = 0  # the same on every rank
+        self._early: EarlySums | None = None
+        self._summed_early: set[SharedSlot] = set()  # until they are forgotten
+        self._refusal: SettingsError | None = None  # raised where the other ranks hear of it
+        # By slot: how many gradients the backward made that was last said to begin, and whether all of them made one.
+        self._made: WeakKeyDictionary[SharedSlot, int] = WeakKeyDictionary()
+        self._made_once: WeakKeyDictionary[SharedSlot, bool] = WeakKeyDictionary()
         self._row_norms: dict[ParameterSlot, Tensor] = {}  # of the gradients reduced here, as long as they are so
 
     def _shared_slots(self) -> list[SharedSlot]:
@@ -62,16 +72,72 @@ class SharedGradients(HostGradients):
             SettingsError: as `drain`.
         """
         self._refuse_late_gradients()
+        slot = cast("SharedSlot | None", self._slots.get(cast(Parameter, parameter)))
+        if slot is None or parameter.grad is None:
+            return
+        self._note_second(slot)
         super().on_gradient(parameter)
+        self._made[slot] = self._made.get(slot, 0) + 1
+        if self._early is not None and self._made_once.get(slot, False):
+            self._early.expect(slot)
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Remembers how many gradients the backward before made of each slot; in the last one, sums begin early.
+
+        Only of slots that every backward so far has made one gradient of: a second one would come too late.
+        """
+        if not torch.is_grad_enabled():  # a loss that is only looked at
+            return
+        for slot, number in self._made.items():
+            self._made_once[slot] = number == 1 and self._made_once.get(slot, True)
+        self._made.clear()
+        self._end_early()
+        if self._summed_early:
+            self._refuse(f"Another backward began after the last one of a step ({self._any_summed()})")
+        self._num_last_backwards += is_last
+        if is_last and self._can_be_early():
+            self._early = self._begin_early()
+
+    def _any_summed(self) -> str:
+        return next(iter(self._summed_early)).name
+
+    def _can_be_early(self) -> bool:
+        return HAS_ORDERED_STORES and self._ranks.num_nodes == 1 and self.collector.takes_gradients_as_they_come
+
+    def _begin_early(self) -> EarlySums:
+        this = weakref.ref(self)  # the thread must not keep all of this alive
+
+        def sum_ranks(slots: Sequence[SharedSlot]) -> None:
+            if (gradients := this()) is not None:
+                gradients._sum_ranks(slots)
+
+        slots, is_summed = self._shared_slots(), self.collector.is_summed
+        return EarlySums(self._num_last_backwards, slots, self._ranks.local_rank, is_summed, sum_ranks)
+
+    def _end_early(self) -> None:
+        """Nothing is summed early from here on; what this rank has told the others is taken back."""
+        early, self._early = self._early, None
+        if early is None:
+            return
+        try:
+            self._summed_early |= early.end()
+        finally:
+            early.clear()
 
     def drain(self) -> None:
         """Moves every pending `parameter.grad` to this rank's accumulator.
 
         Raises:
-            SettingsError: the step's gradients have been reduced already; others may be reading the accumulators.
+            SettingsError: the step's gradients have been reduced already, or some of them: others may be reading the
+                accumulators.
         """
         self._refuse_late_gradients()
+        for slot in self._shared_slots() if self._early is not None else ():
+            if slot.parameter.grad is not None:
+                self._note_second(slot)
         super().drain()
+        if self._refusal is not None:
+            raise self._refusal
 
     def _refuse_late_gradients(self) -> None:
         if not self._is_reduced:
@@ -84,10 +150,22 @@ class SharedGradients(HostGradients):
                 "of a step before clip_grad_norm_, and step() after it."
             )
 
+    def _note_second(self, slot: SharedSlot) -> None:
+        if self._early is not None and self._early.is_final(slot):
+            self._refuse(f"{slot.name} got another gradient after the one of the step's last backward")
+
+    def _refuse(self, what: str) -> None:
+        self._refusal = self._refusal or SettingsError(
+            f"{what}, and the {self._ranks.world_size} ranks had begun to sum their gradients. It would be counted by "
+            "one rank only, or not at all. Call zero_grad() to drop the step. Set gradient_placement='device', which "
+            "sums when all backwards of a step are over."
+        )
+
     def reduce(self) -> None:
         """Makes the mean over all ranks, once a step. Collective. A norm must be exchanged before it is read."""
         if self._is_reduced:
             return
+        self._end_early()
         slots = self._shared_slots()
         filled = self._ranks.exchange("reduce gradients", bytes(slot.accumulator_is_filled for slot in slots))
         here = [filled[rank] for rank in self._ranks.node_ranks]
@@ -95,21 +173,24 @@ class SharedGradients(HostGradients):
         for index, slot in enumerate(slots):
             slot.is_reduced = True
             slot.reduced = slot.peers[slot.reducer] if any(flags[index] for flags in filled) else None
-            if slot.reduced is not None and slot.reducer == self._ranks.local_rank:
+            if slot.reduced is not None and slot.reducer == self._ranks.local_rank and slot not in self._summed_early:
                 peers = [peer for peer, flags in zip(slot.peers, here, strict=True) if flags[index]]
                 sums += self._sums_of(slot, peers)
         self._threads.run(self._sum_chunk, sums)
         self._sum_nodes(slot for slot in slots if slot.reducer == self._ranks.local_rank)
         self._is_reduced = True
 
+    def _sum_ranks(self, slots: Sequence[SharedSlot]) -> None:
+        """Sums slots of which every rank has a gradient; on the thread of the early sums."""
+        self._threads.run(self._sum_chunk, [chunk for slot in slots for chunk in self._sums_of(slot, [*slot.peers])])
+
     def _sums_of(self, slot: SharedSlot, peers: list[Tensor]) -> Iterator[_Sum]:
         """What is to be summed for one slot, cut here: a thread that cuts holds up the others at Python's lock."""
-        assert slot.reduced is not None
-        targets = slot.reduced.view(-1).split(CHUNK_ELEMENTS)
+        targets = slot.peers[slot.reducer].view(-1).split(CHUNK_ELEMENTS)
         parts = [peer.view(-1).split(CHUNK_ELEMENTS) for peer in peers]
         norms: Iterable[Tensor | None] = itertools.repeat(None)
         if is_measured_in_rows(slot.parameter) and self._ranks.num_nodes == 1:
-            self._row_norms[slot] = torch.empty(num_rows(slot.reduced))
+            self._row_norms[slot] = torch.empty(num_rows(slot.peers[slot.reducer]))
             norms = self._row_norms[slot].split(CHUNK_ELEMENTS // ROW_ELEMENTS)
         for chunk, (target, of_chunk) in enumerate(zip(targets, norms, strict=False)):
             yield target, [part[chunk] for part in parts], of_chunk
@@ -144,6 +225,7 @@ class SharedGradients(HostGradients):
 
     def of(self, slot: ParameterSlot) -> Tensor | None:
         """The slot's gradient, clipping included. A copy where other ranks may be reading it."""
+        self._end_early()  # nobody is writing it
         gradient = slot.gradient
         if gradient is None or slot.clip_coefficient is None:
             return gradient
@@ -195,8 +277,8 @@ class SharedGradients(HostGradients):
 
     def zero(self, set_to_none: bool) -> None:
         """Forgets the accumulated gradients, or sets this rank's to zero."""
-        if self._is_reduced:
-            had_gradient = [slot.gradient is not None for slot in self._slots.values()]
+        had_gradient = [slot.gradient is not None for slot in self._slots.values()]
+        if self._is_reduced or self._summed_early or self._early is not None:
             self.forget()
             for slot, had in zip(self._slots.values(), had_gradient, strict=True):
                 slot.accumulator_is_filled = had
@@ -204,6 +286,13 @@ class SharedGradients(HostGradients):
 
     def forget(self) -> None:
         """Marks every accumulator empty. All ranks must have read them."""
-        super().forget()
-        self._row_norms.clear()
-        self._is_reduced = False
+        try:
+            self._end_early()
+        finally:
+            self._summed_early.clear()
+            if self._refusal is not None:  # what the backwards of a refused step made is no rule
+                self._made.clear()
+            self._refusal = None
+            self._row_norms.clear()
+            self._is_reduced = False
+            super().forget()

@@ -271,6 +271,11 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self.resolved_settings = self._all_settings()
         logger.warning("optimizer_placement is now 'device': %s", reason)
 
+    def begin_backward(self, *, is_last: bool) -> None:
+        """See `passes.LossOwner`; gradients are then summed over the ranks while the last backward runs."""
+        if self._host_adamw is not None:
+            self._host_adamw.begin_backward(is_last=is_last)
+
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """As transformers 5.24: clips to `max_grad_norm` and returns the norm before, on the host."""
         if self._host_adamw is None:

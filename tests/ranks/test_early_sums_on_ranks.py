@@ -1,0 +1,69 @@
+"""Sums over ranks that begin while the last backward runs: the bits of sums that begin afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from early_programs import STEPS, all_steps, refusals, repeated, trainers
+from rank_launcher import run_ranks
+from test_streaming_on_ranks import assert_same
+
+Results = list[dict[Any, Any]]
+SHARDINGS = ("sharded", "rank0", "replicated")
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run_ranks(all_steps, request.param, tmp_path_factory.mktemp("steps"), SHARDINGS)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_steps_whose_last_backward_is_known_have_the_bits_of_others(stepped: Results, sharding: str) -> None:
+    for result in stepped:
+        early, late = result[sharding, True], result[sharding, False]
+        for key in ("norms", "history", "state"):
+            assert_same(early[key], late[key])
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_from_the_second_step_on_every_gradient_that_all_ranks_make_is_summed_early(
+    stepped: Results, sharding: str
+) -> None:
+    for step in range(STEPS):
+        names = [name for result in stepped for name in result[sharding, True]["early"][step]]
+        assert len(names) == len(set(names)), "each by one rank"
+        if step > 0:
+            assert len(names) == 7, "all but the frozen one, one without a gradient, and one with rank 0's alone"
+        assert not any(result[sharding, False]["early"][step] for result in stepped)
+
+
+def test_what_would_be_counted_by_one_rank_only_ends_the_step_on_all_and_the_next_is_clean(tmp_path: Any) -> None:
+    first, second = run_ranks(refusals, 2, tmp_path)
+    for key in ("backward", "by hand", "begin"):
+        assert second[key][0] == "SettingsError"
+        assert "gradient_placement='device'" in second[key][1]
+        assert first[key][0] in ("RankError", "SettingsError")
+        assert "gradient_placement='device'" in first[key][1]
+    for result in (first, second):
+        assert_same(result["weights"], result["expected"])
+
+
+def test_a_parameter_with_two_gradients_in_a_backward_is_left_for_later(tmp_path: Any) -> None:
+    first, second = run_ranks(repeated, 2, tmp_path)
+    assert_same(first["weights"], second["weights"])
+    (of_first, of_second) = first["early"]
+    assert [len(a) + len(b) for a, b in zip(of_first, of_second, strict=True)] == [0, 1, 1]
+
+
+def test_the_trainer_sums_every_gradient_early_but_in_the_first_backward_and_changes_no_bit(tmp_path: Any) -> None:
+    results = run_ranks(trainers, 2, tmp_path, tmp_path, group_timeout=None, seconds=300.0)
+    for name in ("micro-batches", "passes"):
+        for result in results:
+            for key in ("history", "log", "state"):
+                assert_same(result[name, "host"][key], result[name, "device"][key])
+            assert not result[name, "device", "early"]
+        num_parameters = len(results[0][name, "host"]["state"])
+        per_step = [sum(counts) for counts in zip(*(r[name, "host", "early"] for r in results), strict=True)]
+        assert per_step == [num_parameters] * len(per_step)
+        assert len(per_step) == len(results[0][name, "host"]["history"])
