@@ -42,11 +42,13 @@ class HeadGroups:
     Args:
         num_tokens: T.
         num_groups: a divisor of the key/value heads.
+        is_apart: False holds and attends all heads together, which is faster where nothing is differentiated.
     """
 
-    def __init__(self, num_tokens: int, num_groups: int) -> None:
+    def __init__(self, num_tokens: int, num_groups: int, *, is_apart: bool = True) -> None:
         self._num_tokens = num_tokens
         self._num_groups = num_groups
+        self._num_parts = num_groups if is_apart else 1
         self._groups: list[HeadTensors] = []
         self._call: AttentionCall | None = None
 
@@ -60,7 +62,7 @@ class HeadGroups:
         if self._call is None:
             self._allocate(call)
         for buffers, *parts in zip(
-            self._groups, *(_split(tensor, self._num_groups) for tensor in tensors), strict=True
+            self._groups, *(_split(tensor, self._num_parts) for tensor in tensors), strict=True
         ):
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer[:, :, start : start + part.shape[2]].copy_(part)
@@ -74,14 +76,14 @@ class HeadGroups:
                 f"{key_heads} key/value heads. Every group needs the same number of them. "
                 f"Set attention_head_groups to a divisor of {key_heads}, or to 'auto'."
             )
-        self._groups = [self._buffers(tensors) for _ in range(self._num_groups)]
+        self._groups = [self._buffers(tensors) for _ in range(self._num_parts)]
         none = call.query.new_empty(0)
         self._call = dataclasses.replace(call, query=none, key=none, value=none)
 
     def _buffers(self, tensors: HeadTensors) -> HeadTensors:
         query, key, value = (
             tensor.new_empty(
-                tensor.shape[0], self._num_tokens, tensor.shape[1] // self._num_groups, tensor.shape[3]
+                tensor.shape[0], self._num_tokens, tensor.shape[1] // self._num_parts, tensor.shape[3]
             ).transpose(1, 2)
             for tensor in tensors
         )
@@ -91,7 +93,7 @@ class HeadGroups:
         """Attention output of each group, `[B, T, heads of the group, D]`, without a graph. Lets go of the heads."""
         outputs = []
         while self._groups:
-            index = self._num_groups - len(self._groups)
+            index = self._num_parts - len(self._groups)
             outputs.append(self._attend(index, self._groups.pop(0)))
         return outputs
 
@@ -99,7 +101,7 @@ class HeadGroups:
         """The same, each with its own graph, which holds the heads. Called with grad enabled."""
         graphs = []
         while self._groups:
-            index = self._num_groups - len(self._groups)
+            index = self._num_parts - len(self._groups)
             query, key, value = (tensor.detach().requires_grad_() for tensor in self._groups.pop(0))
             graphs.append(AttentionGraph((query, key, value), self._attend(index, (query, key, value))))
         return graphs
@@ -108,7 +110,7 @@ class HeadGroups:
         assert self._call is not None
         mask = self._call.attention_mask
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-            mask = _split(mask, self._num_groups)[index]
+            mask = _split(mask, self._num_parts)[index]
         return self._call.attend(self._call.module, *heads, mask, **self._call.features)
 
 

@@ -4,13 +4,16 @@ A layer that is continued from its attention (`LayerCall.finish`) would compute 
 nothing. Which modules those are is never assumed: on the first tile that a layer runs they are answered with NaN, and
 left out from then on if no bit of the layer's output moves and no gradient of it reaches them. A gate beside q, or an
 MLP beside attention, keeps what it reads. A layer with a hook inside, or with a buffer that a run changes, runs whole.
+
+Between those modules and attention the layer still computes on the answers, the rotary embedding for example. So they
+are made as narrow as one head if the layer runs with that, to the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,8 +29,8 @@ class Bypass:
 
     Attributes:
         module: called with a tensor `[..., any]`, returns one `[..., width]`.
-        width: last dimension of what it returns.
-        dtype: of what it returns.
+        width: last dimension of the answer in its place.
+        dtype: of the answer.
     """
 
     module: nn.Module
@@ -52,14 +55,14 @@ def forget_bypasses(model: nn.Module) -> None:
 
 
 def find_bypasses(
-    layer: nn.Module, dtypes: Hashable, project: Callable[[], Any], finish: Callable[[], Tensor]
+    layer: nn.Module, dtypes: Hashable, project: Callable[[], int], finish: Callable[[], Tensor]
 ) -> None:
-    """Looks once for each layer and dtypes; the layer runs up to ten times.
+    """Looks once for each layer and dtypes; the layer runs up to a dozen times.
 
     Args:
         layer: whose output is judged.
         dtypes: what its results' dtypes depend on.
-        project: runs it up to its attention.
+        project: runs it up to its attention; returns the width of one head.
         finish: runs it with attention's output given; returns its output, with a graph where grad is enabled.
     """
     if _has_hooks(layer) or _known.get(layer, (None,))[0] == dtypes:
@@ -67,7 +70,7 @@ def find_bypasses(
     _known[layer] = (dtypes, [])  # what `finish` leaves out meanwhile
     versions = _buffer_versions(layer)
     with _finished_modules(layer) as candidates:
-        project()
+        head_width = project()
     expected = finish()
     candidates = _without_gradient(candidates, finish)
     if _buffer_versions(layer) != versions:
@@ -84,8 +87,14 @@ def find_bypasses(
 
     if not are_unneeded(candidates):
         candidates = [candidate for candidate in candidates if are_unneeded([candidate])]
-    if candidates and are_unneeded(candidates):
-        _known[layer] = (dtypes, candidates)
+    for bypasses in (_narrow(candidates, head_width), candidates):
+        if bypasses and are_unneeded(bypasses):
+            _known[layer] = (dtypes, bypasses)
+            return
+
+
+def _narrow(bypasses: Sequence[Bypass], width: int) -> list[Bypass]:
+    return [replace(bypass, width=min(width, bypass.width)) for bypass in bypasses]
 
 
 @contextmanager

@@ -190,7 +190,7 @@ class LayerCall:
         find_bypasses(
             self.layer,
             self._dtypes(tile),
-            project=lambda: self.project(leaf, start),
+            project=lambda: self.project(leaf, start).query.shape[-1],
             finish=lambda: self.finish(leaf, attention_output, start),
         )
 

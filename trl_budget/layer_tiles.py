@@ -111,7 +111,7 @@ def run_layer(call: LayerCall, settings: TileSettings, hidden_states: Tensor) ->
     if settings.runs_whole(num_tokens):
         return call.run(hidden_states)
     call.check_tiles(num_tokens)
-    heads = _project(call, settings, hidden_states)
+    heads = _project(call, settings, hidden_states, is_apart=False)
     with call.autocast():
         attention = heads.attend()
     output = None
@@ -157,7 +157,7 @@ class _TiledBackward:
     def run(self, output_gradient: Tensor) -> LayerGradients:
         """Gradients of the input, `[B, T, H]`, and of each parameter; None where there is none."""
         with torch.no_grad():
-            heads = _project(self._call, self._settings, self._hidden_states)
+            heads = _project(self._call, self._settings, self._hidden_states, is_apart=True)
         with torch.enable_grad(), self._call.autocast():
             graphs = heads.attend_with_graph()
         gradients, attention_gradients = self._differentiate_finish(graphs, output_gradient)
@@ -231,8 +231,8 @@ class _TiledBackward:
         return _tile(self._hidden_states, start, stop).detach().requires_grad_(needs_gradient)
 
 
-def _project(call: LayerCall, settings: TileSettings, hidden_states: Tensor) -> HeadGroups:
-    heads = HeadGroups(hidden_states.shape[1], settings.num_head_groups or 1)
+def _project(call: LayerCall, settings: TileSettings, hidden_states: Tensor, *, is_apart: bool) -> HeadGroups:
+    heads = HeadGroups(hidden_states.shape[1], settings.num_head_groups or 1, is_apart=is_apart)
     for start, stop in _tiles(settings, hidden_states.shape[1]):
         heads.collect(call.project(_tile(hidden_states, start, stop), start), start)
     return heads

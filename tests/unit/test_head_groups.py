@@ -21,8 +21,8 @@ def tile(query: Tensor, start: int, stop: int) -> AttentionCall:
     return AttentionCall(returned_query, nn.Identity(), query[:, :, start:stop].clone(), key, key.clone(), None, {})
 
 
-def collected(query: Tensor, num_groups: int) -> HeadGroups:
-    heads = HeadGroups(query.shape[2], num_groups)
+def collected(query: Tensor, num_groups: int, *, is_apart: bool = True) -> HeadGroups:
+    heads = HeadGroups(query.shape[2], num_groups, is_apart=is_apart)
     for start, stop in ((0, 3), (3, 4), (4, 7)):
         heads.collect(tile(query, start, stop), start)
     return heads
@@ -37,6 +37,12 @@ def test_each_group_has_its_heads_of_every_token() -> None:
         first, second = outputs
         assert torch.equal(first, query[:, :4].transpose(1, 2))
         assert torch.equal(second, query[:, 4:].transpose(1, 2))
+
+
+def test_heads_that_are_not_apart_are_attended_together() -> None:
+    query = torch.randn(2, 8, 7, 3)
+    (output,) = collected(query, 2, is_apart=False).attend()
+    assert torch.equal(output, query.transpose(1, 2))
 
 
 def test_a_groups_gradients_are_those_of_its_heads() -> None:

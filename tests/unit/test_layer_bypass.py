@@ -68,6 +68,17 @@ class ChecksItself(Layer):
         return hidden + self.out(attention(query))
 
 
+class ScalesByWidth(Layer):
+    def forward(self, hidden: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        query = self.q(self.norm(hidden))
+        return hidden + self.out(attention(query) / query.shape[-1])
+
+
+class ReadsThreeHeads(Layer):
+    def forward(self, hidden: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        return hidden + self.out(attention(self.q(self.norm(hidden)).unflatten(-1, (3, 4))))
+
+
 class UsesANormTwice(Layer):
     def forward(self, hidden: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
         return hidden + self.out(attention(self.q(self.norm(self.norm(hidden)))))
@@ -112,12 +123,13 @@ class Runs:
         self.hidden, self.given = torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 5, 12)
         self.dtypes: Any = torch.float32
 
-    def project(self) -> None:
+    def project(self) -> int:
         def leave(_: Tensor) -> Tensor:
             raise Left
 
         with suppress(Left):
             self.layer(self.hidden, leave)
+        return 4
 
     def finish(self) -> Tensor:
         with left_out(known_bypasses(self.layer, self.dtypes)), intercepted_attention(no_attention):
@@ -147,6 +159,8 @@ def names_of(layer: nn.Module, dtypes: Any = None) -> set[str]:
         (BesideAttention, {"q"}),
         (WritesInPlace, {"norm", "q"}),
         (ChecksItself, set()),
+        (ScalesByWidth, {"norm", "q"}),
+        (ReadsThreeHeads, {"norm", "q"}),
         (UsesANormTwice, {"q"}),
         (WithAuxiliaryLoss, set()),
         (Counts, set()),
@@ -157,6 +171,13 @@ def test_only_what_no_bit_of_the_output_depends_on_is_left_out(kind: type[Layer]
     before = runs.finish()
     assert runs.find() == expected
     assert torch.equal(runs.finish(), before)
+
+
+@pytest.mark.parametrize(("kind", "widths"), [(Layer, [4, 4]), (ScalesByWidth, [8, 12]), (ReadsThreeHeads, [8, 12])])
+def test_answers_are_one_head_wide_where_the_layer_runs_with_that(kind: type[Layer], widths: list[int]) -> None:
+    runs = Runs(kind())
+    runs.find()
+    assert [bypass.width for bypass in known_bypasses(runs.layer, runs.dtypes)] == widths
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Olmo2", "Gemma"])
@@ -170,6 +191,7 @@ def test_gradients_are_the_same_bits_as_with_every_module_run(family: str, monke
         heads = {name for name, _ in layer.named_modules() if name in NORMS_OF_HEADS}
         norm = {name for name, _ in layer.named_children() if name == "input_layernorm"}
         assert names_of(layer) == HEADS | heads | norm
+        assert {bypass.width for bypass in layer_bypass._known[layer][1]} == {model.config.head_dim}
     log_probs, found = gradients(model, settings)
     for layer in layers:
         monkeypatch.setitem(layer_bypass._known, layer, (layer_bypass._known[layer][0], []))
