@@ -45,23 +45,20 @@ class EarlySums:
         self._sum_ranks = sum_ranks
         self._waiting = [slot for slot in slots if slot.reducer == local_rank]
         self._expected: list[SharedSlot] = []
-        self._final: set[SharedSlot] = set()
         self._told: set[SharedSlot] = set()
         self._done: set[SharedSlot] = set()
         self._error: BaseException | None = None
         self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), name="trl-budget-sums")
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self._is_over), name="trl-budget-sums")
+        self._starting = threading.Lock()  # hooks run on several threads where a backward has several devices
 
     def expect(self, slot: SharedSlot) -> None:
         """The last backward has made the slot's gradient, and it is on its way to the accumulator, whole."""
-        self._final.add(slot)
         self._expected.append(slot)
-        if self._thread.ident is None:
-            self._thread.start()
-
-    def is_final(self, slot: SharedSlot) -> bool:
-        """Whether others may be reading the slot's accumulator."""
-        return slot in self._final
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
 
     def poll(self) -> bool:
         """Tells the other ranks what is final here and sums what is final everywhere; whether there was any."""
@@ -91,7 +88,7 @@ class EarlySums:
             return None
 
     def end(self) -> set[SharedSlot]:
-        """Waits for what is being summed, and begins nothing more.
+        """Waits for what is being summed, and begins nothing more. To be called again where the wait is interrupted.
 
         Returns:
             The slots that have been summed.
@@ -100,8 +97,8 @@ class EarlySums:
             BaseException: what summing raised.
         """
         self._has_ended.set()
-        if self._final:
-            self._thread.join()
+        if self.is_running:
+            self._is_over.wait()  # a join that is interrupted leaves a thread that says it has ended
         if self._error is not None:
             raise self._error
         return self._done
@@ -111,16 +108,24 @@ class EarlySums:
         """Set from `end` on."""
         return self._has_ended
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread has been started and still sums, or may begin to."""
+        return self._thread.ident is not None and not self._is_over.is_set()
+
     def clear(self) -> None:
         """Takes back what this rank has told the others. After `end`."""
-        for slot in self._final:
+        for slot in self._told:
             slot.finals[self._local_rank].zero_()
 
 
-def _run(reference: weakref.ref[EarlySums]) -> None:
-    while (sums := reference()) is not None:
-        seconds, ended = sums.run_once(), sums.has_ended
-        del sums
-        if seconds is None:
-            return
-        ended.wait(seconds)
+def _run(reference: weakref.ref[EarlySums], is_over: threading.Event) -> None:
+    try:
+        while (sums := reference()) is not None:
+            seconds, ended = sums.run_once(), sums.has_ended
+            del sums
+            if seconds is None:
+                return
+            ended.wait(seconds)
+    finally:
+        is_over.set()

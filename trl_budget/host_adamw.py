@@ -255,7 +255,8 @@ class HostAdamW(torch.optim.Optimizer):
 
         Args:
             is_last: it is the last one before `clip_grad_norm_` and `step()`. Several ranks then begin to sum a
-                gradient over each other as soon as it is made. All ranks must say so in the same step.
+                gradient over each other as soon as it is made. All ranks must say so in the same step, and a step
+                that one drops with `zero_grad` must be dropped by all: ranks that differ raise when it is reduced.
         """
         self._gradients.begin_backward(is_last=is_last)
 

@@ -53,10 +53,12 @@ class SharedGradients(HostGradients):
         self._ranks = ranks
         self._is_reduced = False
         self._sum = ThreadScratch()
-        self._num_last_backwards = 0  # the same on every rank
+        self._num_last_backwards = 0  # the same on every rank, from one reduction to the next
         self._early: EarlySums | None = None
-        self._summed_early: set[SharedSlot] = set()  # until they are forgotten
-        self._refusal: SettingsError | None = None  # raised where the other ranks hear of it
+        # Until they are forgotten: what the other ranks may have begun to sum, and what this one has summed.
+        self._told: set[SharedSlot] = set()
+        self._summed_early: set[SharedSlot] = set()
+        self._refusal: str | None = None  # raised where the other ranks hear of it
         # By slot: how many gradients the backward made that was last said to begin, and whether all of them made one.
         self._made: WeakKeyDictionary[SharedSlot, int] = WeakKeyDictionary()
         self._made_once: WeakKeyDictionary[SharedSlot, bool] = WeakKeyDictionary()
@@ -79,6 +81,7 @@ class SharedGradients(HostGradients):
         super().on_gradient(parameter)
         self._made[slot] = self._made.get(slot, 0) + 1
         if self._early is not None and self._made_once.get(slot, False):
+            self._told.add(slot)
             self._early.expect(slot)
 
     def begin_backward(self, *, is_last: bool) -> None:
@@ -92,14 +95,11 @@ class SharedGradients(HostGradients):
             self._made_once[slot] = number == 1 and self._made_once.get(slot, True)
         self._made.clear()
         self._end_early()
-        if self._summed_early:
-            self._refuse(f"Another backward began after the last one of a step ({self._any_summed()})")
         self._num_last_backwards += is_last
-        if is_last and self._can_be_early():
+        if self._told:
+            self._refuse(f"Another backward began after the last one of a step ({next(iter(self._told)).name}).")
+        elif is_last and self._can_be_early():
             self._early = self._begin_early()
-
-    def _any_summed(self) -> str:
-        return next(iter(self._summed_early)).name
 
     def _can_be_early(self) -> bool:
         return HAS_ORDERED_STORES and self._ranks.num_nodes == 1 and self.collector.takes_gradients_as_they_come
@@ -115,14 +115,22 @@ class SharedGradients(HostGradients):
         return EarlySums(self._num_last_backwards, slots, self._ranks.local_rank, is_summed, sum_ranks)
 
     def _end_early(self) -> None:
-        """Nothing is summed early from here on; what this rank has told the others is taken back."""
-        early, self._early = self._early, None
+        """Nothing is summed early from here on; what this rank has told the others is taken back.
+
+        Raises what summing raised, or what interrupted the wait for it; the next call waits again then.
+        """
+        early = self._early
         if early is None:
             return
         try:
             self._summed_early |= early.end()
+        except BaseException as error:
+            self._refuse(f"Summing over the ranks failed ({error!r}).")
+            raise
         finally:
-            early.clear()
+            if not early.is_running:
+                early.clear()
+                self._early = None
 
     def drain(self) -> None:
         """Moves every pending `parameter.grad` to this rank's accumulator.
@@ -132,12 +140,12 @@ class SharedGradients(HostGradients):
                 accumulators.
         """
         self._refuse_late_gradients()
-        for slot in self._shared_slots() if self._early is not None else ():
+        for slot in self._shared_slots():
             if slot.parameter.grad is not None:
                 self._note_second(slot)
         super().drain()
         if self._refusal is not None:
-            raise self._refusal
+            raise SettingsError(self._refusal)
 
     def _refuse_late_gradients(self) -> None:
         if not self._is_reduced:
@@ -151,23 +159,27 @@ class SharedGradients(HostGradients):
             )
 
     def _note_second(self, slot: SharedSlot) -> None:
-        if self._early is not None and self._early.is_final(slot):
-            self._refuse(f"{slot.name} got another gradient after the one of the step's last backward")
+        if slot in self._told:
+            self._refuse(f"{slot.name} got another gradient after the one of the step's last backward.")
 
     def _refuse(self, what: str) -> None:
-        self._refusal = self._refusal or SettingsError(
-            f"{what}, and the {self._ranks.world_size} ranks had begun to sum their gradients. It would be counted by "
-            "one rank only, or not at all. Call zero_grad() to drop the step. Set gradient_placement='device', which "
-            "sums when all backwards of a step are over."
+        self._refusal = self._refusal or (
+            f"{what} The {self._ranks.world_size} ranks had begun to sum their gradients, so some would be missing in "
+            "the mean or be counted twice. Call zero_grad() on every rank to drop the step, or set "
+            "gradient_placement='device', which sums when all backwards of a step are over."
         )
 
     def reduce(self) -> None:
-        """Makes the mean over all ranks, once a step. Collective. A norm must be exchanged before it is read."""
+        """Makes the mean over all ranks, once a step. Collective. A norm must be exchanged before it is read.
+
+        Raises:
+            SettingsError: on every rank, where a gradient that was summed early is no longer its rank's.
+        """
         if self._is_reduced:
             return
         self._end_early()
         slots = self._shared_slots()
-        filled = self._ranks.exchange("reduce gradients", bytes(slot.accumulator_is_filled for slot in slots))
+        filled = self._compare(slots)
         here = [filled[rank] for rank in self._ranks.node_ranks]
         sums: list[_Sum] = []
         for index, slot in enumerate(slots):
@@ -179,6 +191,20 @@ class SharedGradients(HostGradients):
         self._threads.run(self._sum_chunk, sums)
         self._sum_nodes(slot for slot in slots if slot.reducer == self._ranks.local_rank)
         self._is_reduced = True
+
+    def _compare(self, slots: Sequence[SharedSlot]) -> Sequence[bytes]:
+        """Of every rank, which slots it has a gradient of. Collective; no rank sums early."""
+        sets = ({slot for slot in slots if slot.accumulator_is_filled}, self._told, self._summed_early)
+        flags = [bytes(slot in chosen for slot in slots) for chosen in sets]
+        everyone = self._ranks.exchange("reduce gradients", (self._num_last_backwards, *flags))
+        numbers, filled, told, summed = zip(*everyone, strict=True)
+        self._num_last_backwards = max(numbers)
+        for index, slot in enumerate(slots):
+            is_current = len(set(numbers)) == 1 and all(of_rank[index] for of_rank in told)
+            if any(of_rank[index] for of_rank in summed) and not is_current:
+                self._refuse(f"A rank dropped or repeated the last backward of a step ({slot.name}), another did not.")
+                raise SettingsError(self._refusal)
+        return filled
 
     def _sum_ranks(self, slots: Sequence[SharedSlot]) -> None:
         """Sums slots of which every rank has a gradient; on the thread of the early sums."""
@@ -278,7 +304,7 @@ class SharedGradients(HostGradients):
     def zero(self, set_to_none: bool) -> None:
         """Forgets the accumulated gradients, or sets this rank's to zero."""
         had_gradient = [slot.gradient is not None for slot in self._slots.values()]
-        if self._is_reduced or self._summed_early or self._early is not None:
+        if self._is_reduced or self._told or self._refusal or self._early is not None:
             self.forget()
             for slot, had in zip(self._slots.values(), had_gradient, strict=True):
                 slot.accumulator_is_filled = had
@@ -289,10 +315,15 @@ class SharedGradients(HostGradients):
         try:
             self._end_early()
         finally:
-            self._summed_early.clear()
-            if self._refusal is not None:  # what the backwards of a refused step made is no rule
-                self._made.clear()
-            self._refusal = None
-            self._row_norms.clear()
-            self._is_reduced = False
-            super().forget()
+            if self._early is None:  # nothing is forgotten where the wait was interrupted
+                self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._told.clear()
+        self._summed_early.clear()
+        if self._refusal is not None:  # what the backwards of a refused step made is no rule
+            self._made.clear()
+        self._refusal = None
+        self._row_norms.clear()
+        self._is_reduced = False
+        super().forget()

@@ -5,6 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from early_fault_programs import (
+    Program,
+    ahead,
+    interrupted,
+    looks_and_goes_on,
+    misused,
+    rank_0_fails_to_sum,
+    rank_0_is_ahead_and_drops_late,
+    rank_1_begins_another,
+    rank_1_repeats,
+    rank_1_repeats_without_a_word,
+)
 from early_programs import STEPS, all_steps, refusals, repeated, trainers
 from rank_launcher import run_ranks
 from test_streaming_on_ranks import assert_same
@@ -46,6 +58,41 @@ def test_what_would_be_counted_by_one_rank_only_ends_the_step_on_all_and_the_nex
         assert first[key][0] in ("RankError", "SettingsError")
         assert "gradient_placement='device'" in first[key][1]
     for result in (first, second):
+        assert_same(result["weights"], result["expected"])
+
+
+@pytest.mark.parametrize(
+    ("misuse", "shapes"),
+    [
+        (looks_and_goes_on, ()),
+        (rank_1_begins_another, ((40, 30),)),  # one parameter, which the other rank sums
+        (rank_1_repeats, ()),
+        (rank_1_repeats_without_a_word, ()),
+        (rank_0_is_ahead_and_drops_late, ()),
+        (rank_0_fails_to_sum, ()),
+    ],
+)
+def test_sums_of_gradients_that_are_not_the_step_s_are_refused_on_all_until_the_step_is_dropped(
+    tmp_path: Any, misuse: Program, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    for result in run_ranks(misused, 2, tmp_path, misuse, *shapes):
+        for name, text, _ in result["errors"]:
+            assert name in ("RankError", "SettingsError")
+            assert "zero_grad() on every rank" in text
+            assert "gradient_placement='device'" in text
+        assert_same(result["weights"], result["expected"])
+
+
+def test_a_rank_that_has_begun_one_more_backward_sums_early_again_after_the_next_step(tmp_path: Any) -> None:
+    for result in run_ranks(ahead, 2, tmp_path):
+        assert_same(result["weights"], result["expected"])
+
+
+def test_an_interrupted_step_is_dropped_when_its_sums_have_ended(tmp_path: Any) -> None:
+    results = run_ranks(interrupted, 2, tmp_path)
+    assert results[0]["interrupts"] == ["interrupted", "interrupted"]
+    assert results[0]["has_waited"]
+    for result in results:
         assert_same(result["weights"], result["expected"])
 
 

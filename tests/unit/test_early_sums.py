@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -86,7 +87,6 @@ def test_a_gradient_that_is_under_way_is_not_final() -> None:
     a.finals[OTHER].fill_(NUMBER)
     run.under_way.add(a)
     run.sums.expect(a)
-    assert run.sums.is_final(a), "no second one may come"
     assert stays(lambda: int(a.finals[ME]) == 0 and not run.summed)
     run.under_way.clear()
     assert eventually(lambda: run.summed == ["a"])
@@ -133,6 +133,66 @@ def test_the_end_waits_for_what_is_being_summed() -> None:
     threading.Timer(0.05, may_end.set).start()
     assert run.sums.end() == {a}
     assert may_end.is_set()
+
+
+def test_an_end_that_was_interrupted_waits_again() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def sum_ranks(_: Any) -> None:
+        begun.set()
+        may_end.wait(5)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    run = Run(sum_ranks)
+    a = run.slots[0]
+    a.finals[OTHER].fill_(NUMBER)
+    run.sums.expect(a)
+    assert begun.wait(5)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            run.sums.end()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert run.sums.is_running
+    threading.Timer(0.05, may_end.set).start()
+    assert run.sums.end() == {a}
+    assert may_end.is_set()
+    assert not run.sums.is_running
+
+
+def test_two_threads_that_make_gradients_start_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    start, starts = run.sums._thread.start, []
+
+    def start_slowly() -> None:
+        starts.append(threading.get_ident())
+        time.sleep(0.05)
+        start()
+
+    monkeypatch.setattr(run.sums._thread, "start", start_slowly)
+    hooks = [threading.Thread(target=run.sums.expect, args=(slot,)) for slot in run.slots]
+    for hook in hooks:
+        hook.start()
+    for hook in hooks:
+        hook.join()
+    assert len(starts) == 1
+    assert run.sums.end() == set()
+
+
+def test_the_end_does_not_wait_for_a_thread_that_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("can't start new thread")
+
+    run = Run()
+    monkeypatch.setattr(run.sums._thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        run.sums.expect(run.slots[0])
+    assert run.sums.end() == set()
+    assert not run.sums.is_running
 
 
 def test_an_error_is_raised_at_the_end() -> None:
