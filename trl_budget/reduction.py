@@ -7,9 +7,8 @@ every rank, and the same whichever rank steps and however early it was summed. N
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -20,16 +19,13 @@ from torch.nn import Parameter
 from trl_budget.early_sums import HAS_ORDERED_STORES, EarlySums
 from trl_budget.errors import SettingsError
 from trl_budget.grad_offload import GradientCollector
-from trl_budget.gradient_norm import ROW_ELEMENTS, is_measured_in_rows, norm_of_norms, num_rows, row_norms
+from trl_budget.gradient_norm import norm_of_norms
 from trl_budget.host_gradients import HostGradients
-from trl_budget.host_threads import HostThreads, ThreadScratch
+from trl_budget.host_threads import HostThreads
 from trl_budget.parameter_slots import ParameterSlot
+from trl_budget.rank_sums import RankSums
 from trl_budget.ranks import Ranks
 from trl_budget.shared_state import SharedSlot
-
-# Whole rows of the norm. What is summed stays in cache until it is measured; shorter chunks wait for Python's lock.
-CHUNK_ELEMENTS = 2**20
-_Sum = tuple[Tensor, list[Tensor], Tensor | None]  # target, what to add, where the norms of its rows go
 
 
 class SharedGradients(HostGradients):
@@ -52,7 +48,7 @@ class SharedGradients(HostGradients):
         super().__init__(slots, collector, threads)
         self._ranks = ranks
         self._is_reduced = False
-        self._sum = ThreadScratch()
+        self._sums = RankSums(threads, ranks)
         self._num_last_backwards = 0  # the same on every rank, from one reduction to the next
         self._early: EarlySums | None = None
         # Until they are forgotten: what the other ranks may have begun to sum, and what this one has summed.
@@ -62,7 +58,6 @@ class SharedGradients(HostGradients):
         # By slot: how many gradients the backward made that was last said to begin, and whether all of them made one.
         self._made: WeakKeyDictionary[SharedSlot, int] = WeakKeyDictionary()
         self._made_once: WeakKeyDictionary[SharedSlot, bool] = WeakKeyDictionary()
-        self._row_norms: dict[ParameterSlot, Tensor] = {}  # of the gradients reduced here, as long as they are so
 
     def _shared_slots(self) -> list[SharedSlot]:
         return [cast(SharedSlot, slot) for slot in self._slots.values()]
@@ -181,14 +176,13 @@ class SharedGradients(HostGradients):
         slots = self._shared_slots()
         filled = self._compare(slots)
         here = [filled[rank] for rank in self._ranks.node_ranks]
-        sums: list[_Sum] = []
+        sums: list[tuple[SharedSlot, Sequence[Tensor]]] = []
         for index, slot in enumerate(slots):
             slot.is_reduced = True
             slot.reduced = slot.peers[slot.reducer] if any(flags[index] for flags in filled) else None
             if slot.reduced is not None and slot.reducer == self._ranks.local_rank and slot not in self._summed_early:
-                peers = [peer for peer, flags in zip(slot.peers, here, strict=True) if flags[index]]
-                sums += self._sums_of(slot, peers)
-        self._threads.run(self._sum_chunk, sums)
+                sums.append((slot, [peer for peer, flags in zip(slot.peers, here, strict=True) if flags[index]]))
+        self._sums.run(sums)
         self._sum_nodes(slot for slot in slots if slot.reducer == self._ranks.local_rank)
         self._is_reduced = True
 
@@ -208,37 +202,7 @@ class SharedGradients(HostGradients):
 
     def _sum_ranks(self, slots: Sequence[SharedSlot]) -> None:
         """Sums slots of which every rank has a gradient; on the thread of the early sums."""
-        self._threads.run(self._sum_chunk, [chunk for slot in slots for chunk in self._sums_of(slot, [*slot.peers])])
-
-    def _sums_of(self, slot: SharedSlot, peers: list[Tensor]) -> Iterator[_Sum]:
-        """What is to be summed for one slot, cut here: a thread that cuts holds up the others at Python's lock."""
-        targets = slot.peers[slot.reducer].view(-1).split(CHUNK_ELEMENTS)
-        parts = [peer.view(-1).split(CHUNK_ELEMENTS) for peer in peers]
-        norms: Iterable[Tensor | None] = itertools.repeat(None)
-        if is_measured_in_rows(slot.parameter) and self._ranks.num_nodes == 1:
-            self._row_norms[slot] = torch.empty(num_rows(slot.peers[slot.reducer]))
-            norms = self._row_norms[slot].split(CHUNK_ELEMENTS // ROW_ELEMENTS)
-        for chunk, (target, of_chunk) in enumerate(zip(targets, norms, strict=False)):
-            yield target, [part[chunk] for part in parts], of_chunk
-
-    def _sum_chunk(self, chunk: _Sum) -> None:
-        """The mean over this node's ranks, in rank order, and its norms; the sum where nodes follow. On any thread."""
-        target, parts, norms = chunk
-        # Into the target at once, unless it holds an addend that comes later.
-        is_later = any(part.data_ptr() == target.data_ptr() for part in parts[2:])
-        total = self._sum.take(target.numel()) if is_later else target
-        if len(parts) < 2:
-            total.copy_(parts[0]) if parts else total.zero_()
-        else:
-            torch.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            total.add_(part)
-        if self._ranks.num_nodes == 1:
-            total.div_(self._ranks.world_size)
-        if norms is not None:
-            row_norms(total, out=norms)
-        if is_later:
-            target.copy_(total)
+        self._sums.run([(slot, slot.peers) for slot in slots])
 
     def _sum_nodes(self, slots: Iterable[SharedSlot]) -> None:
         if self._ranks.num_nodes == 1:
@@ -275,7 +239,7 @@ class SharedGradients(HostGradients):
                 # In the one copy that all read: by the rank that made it, before the norms are exchanged.
                 if slot.reduced is not None and slot.reducer == self._ranks.local_rank:
                     slot.reduced.mul_(slot.clip_coefficient)
-                    self._row_norms.pop(slot, None)
+                    self._sums.row_norms.pop(slot, None)
                 slot.clip_coefficient = None
             gradient = parameter.grad if slot is None else slot.gradient
             if gradient is not None:
@@ -297,7 +261,7 @@ class SharedGradients(HostGradients):
         return norm_of_norms(ordered)
 
     def _norms(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        rows: dict[Tensor, Tensor] = {slot.parameter: norms for slot, norms in self._row_norms.items()}
+        rows: dict[Tensor, Tensor] = {slot.parameter: norms for slot, norms in self._sums.row_norms.items()}
         others = super()._norms({p: gradient for p, gradient in gradients.items() if p not in rows})
         return {p: norm_of_norms(rows[p]) if p in rows else others[p] for p in gradients}
 
@@ -324,6 +288,6 @@ class SharedGradients(HostGradients):
         if self._refusal is not None:  # what the backwards of a refused step made is no rule
             self._made.clear()
         self._refusal = None
-        self._row_norms.clear()
+        self._sums.row_norms.clear()
         self._is_reduced = False
         super().forget()

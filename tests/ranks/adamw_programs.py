@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from trl_budget import HostAdamW, gradient_norm, reduction
+from trl_budget import HostAdamW, gradient_norm, rank_sums
 
 SHAPES = ((1,), (17,), (1025,), (33, 7), (), (4, 3, 5), (700, 401), (64, 9), (5,), (3,))
 FROZEN, NOWHERE, ON_RANK_0 = 7, 8, 9  # indices of a frozen parameter and of those with gradients nowhere, on rank 0
@@ -99,8 +99,8 @@ def train_all(shardings: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> di
 
 def measure_in_rows(shardings: tuple[str, ...]) -> dict[str, list[Tensor]]:
     """Norms of three clips in one step, the first of which binds, as for GPU parameters and in several chunks."""
-    gradient_norm.is_measured_in_rows = reduction.is_measured_in_rows = lambda _: True
-    reduction.CHUNK_ELEMENTS = 4 * gradient_norm.ROW_ELEMENTS
+    gradient_norm.is_measured_in_rows = rank_sums.is_measured_in_rows = lambda _: True
+    rank_sums.CHUNK_ELEMENTS = 4 * gradient_norm.ROW_ELEMENTS
     norms = {}
     for sharding in shardings:
         parameters = start_weights(dist.get_rank(), torch.bfloat16)

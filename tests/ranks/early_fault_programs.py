@@ -169,21 +169,21 @@ def interrupted() -> dict[str, Any]:
 
 
 def interrupted_sums(optimizer: HostAdamW, parameters: list[Parameter]) -> dict[str, Any]:
-    sum_chunk, has_begun, may_end = optimizer._gradients._sum_chunk, threading.Event(), threading.Event()
+    sum_chunk, has_begun, may_end = optimizer._gradients._sums._sum_chunk, threading.Event(), threading.Event()
 
     def wait_and_sum(chunk: Any) -> None:
         has_begun.set()
         may_end.wait(10)
         sum_chunk(chunk)
 
-    optimizer._gradients._sum_chunk = wait_and_sum
+    optimizer._gradients._sums._sum_chunk = wait_and_sum
     last_backward(optimizer, parameters, 2)
     assert has_begun.wait(10)
     dist.barrier()
     interrupts = [interrupt_of(optimizer.step), interrupt_of(optimizer.zero_grad)]
     threading.Timer(0.1, may_end.set).start()
     optimizer.zero_grad()
-    del optimizer._gradients._sum_chunk
+    del optimizer._gradients._sums._sum_chunk
     return {"interrupts": interrupts, "has_waited": may_end.is_set()}
 
 
