@@ -292,7 +292,8 @@ class ColocatedTrainer(CheckedTrainer):
         if self._memory_budget is not None:
             self._checks.meet("check the device budget")
         if self._rollout_plan.sleeps and self.state.global_step == 0:
-            self.accelerator.print(f"The card as each phase of the first step begins:\n{self._card.table()}")
+            title = "Memory of the card as each phase of the first step begins:"
+            self.accelerator.print(f"{title}\n{self._card.table()}")
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """As transformers 5.24; the optimizer step has begun."""
