@@ -50,6 +50,13 @@ def test_from_the_second_step_on_every_gradient_that_all_ranks_make_is_summed_ea
         assert not any(result[sharding, False]["early"][step] for result in stepped)
 
 
+def test_between_nodes_sums_begin_after_the_last_backward(tmp_path: Any) -> None:
+    for result in run_ranks(all_steps, 4, tmp_path, ("sharded",), num_nodes=2):
+        assert not any(result["sharded", True]["early"])
+        for key in ("norms", "history", "state"):
+            assert_same(result["sharded", True][key], result["sharded", False][key])
+
+
 def test_what_would_be_counted_by_one_rank_only_ends_the_step_on_all_and_the_next_is_clean(tmp_path: Any) -> None:
     first, second = run_ranks(refusals, 2, tmp_path)
     for key in ("backward", "by hand", "begin"):
