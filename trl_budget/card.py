@@ -48,14 +48,11 @@ class Card:
         if phase == self._phase:
             return
         self._check()
-        self._residency.enter(phase)
+        self._phase = None  # where an error ends this in the middle, the next phase is entered anew, whichever it is
+        self._residency.enter(phase, lambda: self._begin(phase))
         if phase == Phase.SCORE:
             self._residency.restore_presences()  # a reward may have used the engine while its models were here
-        if phase in (Phase.START, Phase.ROLLOUT):
-            release_cached_memory()  # the engine maps memory without asking torch
         self._phase = phase
-        if self._budget is not None:
-            self._begin(self._budget, phase)
 
     def forget(self, name: str) -> None:
         """An owner that is never parked again."""
@@ -73,12 +70,17 @@ class Card:
         """Who held how much in each phase of the last step, measured."""
         return self._residency.table()
 
-    def _begin(self, budget: DeviceMemoryBudget, phase: Phase) -> None:
+    def _begin(self, phase: Phase) -> None:
+        """Before anyone comes: under the cap of a rollout, what the sleeping pool has let go would be out of reach."""
+        if phase in (Phase.START, Phase.ROLLOUT):
+            release_cached_memory()  # the engine maps memory without asking torch
+        if self._budget is None:
+            return
         try:
-            budget.begin(phase.value, pool_wakes=phase == Phase.ROLLOUT)
+            self._budget.begin(phase.value, pool_wakes=phase == Phase.ROLLOUT)
         except (DeviceMemoryError, SettingsError) as error:
             self._report(error)
-            budget.lift()  # under the cap of the phase before, torch would fail before the run ends
+            self._budget.lift()  # under the cap of the phase before, torch would fail before the run ends
 
     def _check(self) -> None:
         if self._budget is None or self._phase is None:

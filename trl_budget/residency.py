@@ -114,10 +114,14 @@ class Residency:
         """The phase entered last; `START` before any."""
         return self._phase
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, when_left: Callable[[], None] = lambda: None) -> None:
         """Leaves on the device what `phase` lists and nothing else, and records a row.
 
         It does so inside `present()` too: who is not listed leaves.
+
+        Args:
+            phase: that begins.
+            when_left: called when all have left who must and nobody has come yet.
 
         Raises:
             ParkedError: an owner could not come back; it is parked, as is whoever the phase does not list. Its error
@@ -127,6 +131,7 @@ class Residency:
         listed = self._resident[phase]
         self._park([owner for name, owner in self._owners.items() if name not in listed])
         self._phase = phase
+        when_left()
         for name, owner in self._owners.items():
             if name in listed:
                 self._unpark(owner)

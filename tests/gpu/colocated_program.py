@@ -377,6 +377,20 @@ def budget(model: Path, out: Path) -> dict[str, Any]:
     return {**figures, "peaks": dict(trainer._memory_budget.peaks)}
 
 
+def budget_copying(model: Path, out: Path) -> dict[str, Any]:
+    """A budget that a sleeping cache, a sleeping copy of the weights and the policy would exceed together."""
+    settings = {"device_memory_budget": "16GiB", "vllm_gpu_memory_utilization": 0.94, "max_steps": 2}
+    trainer = build(model, out, **settings, **COPYING)
+    awake_together = used_bytes() + upstream_vllm.sleeping_bytes()
+    trainer.train()
+    return {
+        "settings": settings_of(trainer),
+        "steps": trainer.state.global_step,
+        "awake_together": awake_together,
+        "peaks": dict(trainer._memory_budget.peaks),
+    }
+
+
 def utilization(model: Path, out: Path, *, as_module: bool) -> dict[str, Any]:
     """0.999 of the card is refused before an engine is built, then 0.85 starts and trains."""
 
@@ -448,6 +462,7 @@ PROGRAMS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "gradients_copying": lambda model, out: gradients(model, out, **COPYING),
     "gradients_resident": lambda model, out: gradients(model, out, **NEITHER),
     "budget": budget,
+    "budget_copying": budget_copying,
     "utilization_string": lambda model, out: utilization(model, out, as_module=False),
     "utilization_module": lambda model, out: utilization(model, out, as_module=True),
     "two_ranks": two_ranks,

@@ -32,7 +32,7 @@ ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-LARGE = ("sharing", "copying")
+LARGE = ("sharing", "copying", "budget_copying")
 # A tie: each of two engines may be off by the rounding of bf16 in each of two logits.
 ROUNDINGS_OF_A_TIE = 4
 Run = Callable[[str], dict[str, Any]]
@@ -171,6 +171,14 @@ def test_a_breach_of_the_budget_raises_budget(run: Run) -> None:
     figures = run("budget")
     assert "device_memory_budget is 16.00 GiB" in figures["breach"]
     assert max(value for phase, value in figures["peaks"].items() if phase != "update") <= 16 * program.GIB
+
+
+def test_a_policy_that_is_copied_comes_back_beside_what_sleeps_within_the_budget(run: Run) -> None:
+    figures = run("budget_copying")
+    assert figures["settings"]["share_vllm_weights"] == "off"
+    assert figures["steps"] == 2
+    assert figures["awake_together"] > 16 * program.GIB, "all would fit awake"
+    assert max(figures["peaks"].values()) <= 16 * program.GIB
 
 
 @pytest.mark.parametrize("given", ["string", "module"])
