@@ -28,7 +28,8 @@ class EarlySums:
         slots: all slots, in the same order on every rank.
         local_rank: this rank's position on its node.
         is_summed: whether a slot's gradients are in its accumulator, nothing of them under way.
-        sum_ranks: sums slots over the ranks; called on the thread.
+        sum_ranks: sums slots over the ranks, on the thread that sums micro-batches, and waits for it; called on the
+            thread.
     """
 
     def __init__(

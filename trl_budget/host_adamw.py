@@ -128,7 +128,8 @@ class HostAdamW(torch.optim.Optimizer):
         if gradient_placement == "auto":
             gradient_placement = "host" if any(p.is_cuda for p in self._parameters()) else "device"
         self.gradient_placement = gradient_placement
-        self._gradients = self._team.gradients(self._slots, self._gradient_collector(pin_memory), self._threads)
+        collector = self._gradient_collector(pin_memory)
+        self._gradients = self._team.gradients(self._slots, collector, self._threads, self._background)
         self._build_slots()
 
     def _gradient_collector(self, pin_memory: bool) -> GradientCollector:

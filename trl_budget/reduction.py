@@ -35,6 +35,8 @@ class SharedGradients(HostGradients):
         slots: the optimizer's slots; a live view, in the same order on every rank.
         collector: moves `parameter.grad` to the host.
         threads: sum the ranks' accumulators.
+        background: sums them while a backward runs: the collector's own thread. Two threads that use all cores at a
+            time hold each other up at every operation, see `host_threads.py`.
         ranks: the processes of the job.
     """
 
@@ -43,9 +45,11 @@ class SharedGradients(HostGradients):
         slots: Mapping[Parameter, ParameterSlot],
         collector: GradientCollector,
         threads: HostThreads,
+        background: HostThreads,
         ranks: Ranks,
     ) -> None:
         super().__init__(slots, collector, threads)
+        self._background = background
         self._ranks = ranks
         self._is_reduced = False
         self._sums = RankSums(threads, ranks)
@@ -201,8 +205,8 @@ class SharedGradients(HostGradients):
         return filled
 
     def _sum_ranks(self, slots: Sequence[SharedSlot]) -> None:
-        """Sums slots of which every rank has a gradient; on the thread of the early sums."""
-        self._sums.run([(slot, slot.peers) for slot in slots])
+        """Sums slots of which every rank has a gradient. Returns when the background thread has done it."""
+        self._background.submit(self._sums.run_here, [(slot, slot.peers) for slot in slots]).result()
 
     def _sum_nodes(self, slots: Iterable[SharedSlot]) -> None:
         if self._ranks.num_nodes == 1:

@@ -272,8 +272,8 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         logger.warning("optimizer_placement is now 'device': %s", reason)
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """See `passes.LossOwner`; gradients are then summed over the ranks while the last backward runs."""
-        if self._host_adamw is not None:
+        """See `passes.LossOwner`; gradients may then be summed over the ranks while the last backward runs."""
+        if self._host_adamw is not None and budget_setting(self.args, "sum_ranks_during_backward"):
             self._host_adamw.begin_backward(is_last=is_last)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:

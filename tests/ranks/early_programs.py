@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,32 @@ def repeated() -> dict[str, Any]:
     return {"early": everyone, "weights": bits(parameters)}
 
 
+def threads_that_sum() -> dict[str, Any]:
+    """On which threads micro-batches are summed, and the ranks' gradients, early and in the step before."""
+    parameters = parameters_of(dtype=torch.bfloat16)
+    optimizer = optimizer_of(parameters)
+    sums, threads = optimizer._gradients._sums, []
+    sum_chunk = sums._sum_chunk
+
+    def note_and_sum(chunk: Any) -> None:
+        threads.append(threading.get_ident())
+        sum_chunk(chunk)
+
+    sums._sum_chunk = note_and_sum
+    one_step(optimizer, parameters, 0)
+    optimizer.step()
+    late = set(threads)
+    threads.clear()
+    one_step(optimizer, parameters, 1)
+    dist.barrier()
+    time.sleep(0.1)
+    early = set(threads)
+    optimizer.step()
+    background: list[int] = []
+    optimizer._background.submit(lambda: background.append(threading.get_ident())).result()
+    return {"early": early, "late": late, "background": set(background)}
+
+
 def trainers(folder: Path) -> dict[Any, Any]:
     """The whole trainer, one backward a micro-batch and in packed passes; there is time for every early sum."""
     counts: list[int] = []
@@ -149,16 +176,17 @@ def trainers(folder: Path) -> dict[Any, Any]:
         "micro-batches": {"max_tokens_per_microbatch": None, "padding_free": "stock"},
         "passes": {"max_tokens_per_microbatch": 40},
     }.items():
-        for placement in ("host", "device"):
+        for placement, is_early in (("host", True), ("host", False), ("device", True)):
             counts.clear()
-            results[name, placement] = run(
+            results[name, placement, is_early] = run(
                 BudgetGRPOTrainer,
                 folder,
                 model=tiny_model(torch.bfloat16),
                 gradient_accumulation_steps=2,
                 config_class=BudgetGRPOConfig,
                 gradient_placement=placement,
+                sum_ranks_during_backward=is_early,
                 **settings,
             )
-            results[name, placement, "early"] = list(counts)
+            results[name, placement, is_early]["early"] = list(counts)
     return results

@@ -17,7 +17,7 @@ from early_fault_programs import (
     rank_1_repeats,
     rank_1_repeats_without_a_word,
 )
-from early_programs import STEPS, all_steps, refusals, repeated, trainers
+from early_programs import STEPS, all_steps, refusals, repeated, threads_that_sum, trainers
 from rank_launcher import run_ranks
 from test_streaming_on_ranks import assert_same
 
@@ -110,14 +110,21 @@ def test_a_parameter_with_two_gradients_in_a_backward_is_left_for_later(tmp_path
     assert [len(a) + len(b) for a, b in zip(of_first, of_second, strict=True)] == [0, 1, 1]
 
 
+def test_early_sums_wait_their_turn_on_the_thread_that_sums_micro_batches(tmp_path: Any) -> None:
+    for result in run_ranks(threads_that_sum, 2, tmp_path):
+        assert result["early"] == result["background"]
+        assert result["late"] and result["background"].isdisjoint(result["late"])
+
+
 def test_the_trainer_sums_every_gradient_early_but_in_the_first_backward_and_changes_no_bit(tmp_path: Any) -> None:
     results = run_ranks(trainers, 2, tmp_path, tmp_path, group_timeout=None, seconds=300.0)
     for name in ("micro-batches", "passes"):
         for result in results:
             for key in ("history", "log", "state"):
-                assert_same(result[name, "host"][key], result[name, "device"][key])
-            assert not result[name, "device", "early"]
-        num_parameters = len(results[0][name, "host"]["state"])
-        per_step = [sum(counts) for counts in zip(*(r[name, "host", "early"] for r in results), strict=True)]
+                assert_same(result[name, "host", True][key], result[name, "device", True][key])
+                assert_same(result[name, "host", True][key], result[name, "host", False][key])
+            assert not result[name, "device", True]["early"] + result[name, "host", False]["early"]
+        num_parameters = len(results[0][name, "host", True]["state"])
+        per_step = [sum(counts) for counts in zip(*(r[name, "host", True]["early"] for r in results), strict=True)]
         assert per_step == [num_parameters] * len(per_step)
-        assert len(per_step) == len(results[0][name, "host"]["history"])
+        assert len(per_step) == len(results[0][name, "host", True]["history"])
