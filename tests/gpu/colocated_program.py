@@ -149,12 +149,19 @@ def behind_the_best(model: nn.Module, prompt_ids: list[int], completion_ids: lis
     return (rows.max(-1).values - chosen).tolist()
 
 
-def rounding(model: nn.Module, prompts: list[list[int]], completions: list[list[int]]) -> float:
-    """The largest error of a logit that the dtype of the model makes, against the same weights in fp32."""
+def rounding(model: nn.Module, prompts: list[list[int]], completions: list[list[int]]) -> tuple[float, int]:
+    """What the dtype of the model does, against the same weights in fp32.
+
+    Returns:
+        The largest error of a logit, and how many tokens have another largest logit.
+    """
     wide = copy.deepcopy(model).float()
-    pairs = list(zip(prompts, completions, strict=True))
-    errors = [(completion_logits(model, *pair) - completion_logits(wide, *pair)).abs().max().item() for pair in pairs]
-    return max(errors)
+    error, num_changed = 0.0, 0
+    for pair in zip(prompts, completions, strict=True):
+        rows, exact = completion_logits(model, *pair), completion_logits(wide, *pair)
+        error = max(error, (rows - exact).abs().max().item())
+        num_changed += int((rows.argmax(-1) != exact.argmax(-1)).sum())
+    return error, num_changed
 
 
 class GreedyAfterEachStep(TrainerCallback):
@@ -167,6 +174,7 @@ class GreedyAfterEachStep(TrainerCallback):
         self.present: list[list[float]] = []
         self.stale: list[list[float]] = []
         self.rounding: list[float] = []
+        self.num_changed_by_rounding: list[int] = []
         self.awake: list[dict[str, int]] = []
         self._before: list[list[int]] = []
 
@@ -180,7 +188,9 @@ class GreedyAfterEachStep(TrainerCallback):
         for judged, of in ((self.present, completions), (self.stale, self._before)):
             pairs = zip(self.PROMPTS, of, strict=False)
             judged.append([gap for prompt, ids in pairs for gap in behind_the_best(model, prompt, ids)])
-        self.rounding.append(rounding(model, self.PROMPTS, completions))
+        error, num_changed = rounding(model, self.PROMPTS, completions)
+        self.rounding.append(error)
+        self.num_changed_by_rounding.append(num_changed)
         self._before = completions
 
 
@@ -215,6 +225,7 @@ def train(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
         "present": watch.present,
         "stale": watch.stale,
         "rounding": watch.rounding,
+        "num_changed_by_rounding": watch.num_changed_by_rounding,
         "awake": watch.awake,
         "used_when_adopted": trainer.used_when_adopted,
         "weight_bytes": sum(p.nbytes for p in trainer.model.parameters()),

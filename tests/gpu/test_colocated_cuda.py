@@ -95,10 +95,13 @@ def test_greedy_completions_are_those_of_the_present_weights_after_each_update(w
     assert figures["settings"]["park_policy_during_rollout"] == "on"
     assert len(figures["present"]) == 5
     for gaps, rounding in zip(figures["present"], figures["rounding"], strict=True):
-        assert mean(gap == 0.0 for gap in gaps) >= 0.95, gaps
         assert max(gaps) <= ROUNDINGS_OF_A_TIE * rounding, gaps
-    assert mean(gap == 0.0 for gap in figures["stale"][1]) < 0.8, "the updates are too small to tell weights apart"
-    assert max(figures["gap"]) < 0.2
+    ties = [gap for gaps in figures["present"] for gap in gaps if gap > 0.0]
+    num_tokens = sum(map(len, figures["present"]))
+    # Two engines round where one does against fp32: 1.4 times the error, and so 1.4 times the changes.
+    assert len(ties) <= 2 * sum(figures["num_changed_by_rounding"]) + 0.02 * num_tokens, ties
+    assert mean(gap > 0.0 for gap in figures["stale"][1]) > 0.3, "the updates are too small to tell weights apart"
+    assert max(figures["gap"]) < 0.2, figures["gap"]
 
 
 @pytest.mark.parametrize("way", ["sharing", "copying"])
