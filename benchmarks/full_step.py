@@ -23,7 +23,9 @@ Commands, with what they may take on one H200 (70 to 85 s of each mode are the e
     python benchmarks/full_step.py --generation-only --modes ours_16gib ours_16gib_copying    # 5 minutes
 
 `--set field=value` sets a field of the config in every mode that has it. `--generation-only` trains nothing and times
-wake, sync, generation and sleep. `all_off` to `ours` turn one lever on after the other.
+wake, sync, generation and sleep. `all_off` to `ours` turn one lever on after the other. `--launch
+accelerate_configs/ddp_2gpu_pcie.yaml` starts every mode on two cards that do not reach each other, each with an engine
+and the rows of its own; figures are the first card's.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import dataclasses
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -136,7 +139,7 @@ def build_trainer(mode: Mode, args: argparse.Namespace, output_dir: str, callbac
         model=model,
         reward_funcs=reward_of_ids,
         args=training_arguments(mode, args, output_dir),
-        train_dataset=prompts(workload_of(args).rows),
+        train_dataset=prompts(workload_of(args).rows * int(os.environ.get("WORLD_SIZE", "1"))),
         processing_class=tokenizer(),
         callbacks=[callback],
         optimizers=(optimizer, None),
@@ -168,9 +171,10 @@ class KeepSteps(TrainerCallback):
 def run_mode(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Builds one trainer, trains or generates, and returns its figures."""
     torch.manual_seed(0)
-    mode, sampler = MODES[name], CardSampler()
     if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.zeros(1, device="cuda")
+    mode, sampler = MODES[name], CardSampler()
     sampler.start()
     figures = StepFigures(PhaseClock(), sampler)
     began = time.perf_counter()
@@ -188,7 +192,8 @@ def run_mode(name: str, args: argparse.Namespace) -> dict[str, Any]:
             result["samples"] = generate_only(trainer, args, figures)
         else:
             figures.watch(trainer.vllm_generation)
-            trainer.add_callback(KeepSteps(figures, result, args.figures))
+            if trainer.accelerator.is_main_process:
+                trainer.add_callback(KeepSteps(figures, result, args.figures))
             trainer.train()
             result["samples"] = samples(figures, trainer.state.log_history)
             if mode.is_ours:
@@ -227,6 +232,7 @@ def generate_only(trainer: Any, args: argparse.Namespace, figures: StepFigures) 
 def key_of(name: str, args: argparse.Namespace) -> str:
     """Under which name a mode's figures stand in the file: with all that makes it another measurement."""
     parts = [args.workload, name, *(["generation"] if args.generation_only else [])]
+    parts += [f"launch={args.launch.stem}"] if args.launch else []
     parts += [f"rows={args.rows}"] if args.rows else []
     parts += [f"eos_bias={args.eos_bias:g}"] if args.workload == "natural" and args.eos_bias != EOS_BIAS else []
     return "/".join([*parts, *args.set])
@@ -259,14 +265,19 @@ def run_alone(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One mode in a process of its own: its figures, or the end of its log."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", name, "--figures", str(out)]
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(args.launch)] if args.launch else []
+        command = [sys.executable, *launcher, __file__, *sys.argv[1:], "--worker", name, "--figures", str(out)]
+        environment = {**os.environ, "NCCL_P2P_DISABLE": "1"}
         with log.open("wb") as file:
-            process, is_late = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT), False
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+            is_late = False
             try:
                 process.wait(args.limit)
             except subprocess.TimeoutExpired:
                 is_late = True
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that a launcher has started
                 process.wait()
         text = log.read_text(errors="replace")
         if args.keep_logs:
@@ -294,6 +305,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--make-folder", action="store_true", help="make the weights and stop")
     parser.add_argument("--limit", type=float, default=500, help="seconds that a mode may take")
     parser.add_argument("--keep-logs", type=Path, help="folder for the whole log of every mode")
+    parser.add_argument("--launch", type=Path, help="a config of accelerate_configs/, for several processes")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/full_step.json"))
     parser.add_argument("--worker", choices=list(MODES), help=argparse.SUPPRESS)
@@ -311,7 +323,9 @@ def main() -> None:
     if args.worker:
         code = 1
         try:
-            args.figures.write_text(json.dumps(run_mode(args.worker, args)))
+            figures = run_mode(args.worker, args)
+            if int(os.environ.get("RANK", "0")) == 0:
+                args.figures.write_text(json.dumps(figures))
             code = 0
         except BaseException:
             traceback.print_exc()

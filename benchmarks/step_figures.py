@@ -83,7 +83,8 @@ class CardSampler(threading.Thread):
 
     def __init__(self, read: Any = None, seconds: float = 0.05) -> None:
         super().__init__(daemon=True)
-        self._read = read or used_bytes
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._read = read or (lambda: used_bytes(device))  # the thread has a current device of its own
         self._seconds = seconds
         self._is_over = threading.Event()
         self.peak = 0
@@ -102,10 +103,11 @@ class CardSampler(threading.Thread):
         self.join()
 
 
-def used_bytes() -> int:
+def used_bytes(device: int | None = None) -> int:
+    """Of a CUDA device, the current one when None, by everyone; 0 without CUDA."""
     if not torch.cuda.is_available():
         return 0
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 

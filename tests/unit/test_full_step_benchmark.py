@@ -39,6 +39,7 @@ def arguments(tmp_path: Path, **changed: Any) -> Namespace:
         "set": [],
         "generation_only": False,
         "eos_bias": full_step.EOS_BIAS,
+        "launch": None,
         "shape": "tiny",
         "commit": "c",
         "output": tmp_path / "results" / "full_step.json",
@@ -97,6 +98,8 @@ def test_workloads_are_those_of_the_docstring(tmp_path: Path) -> None:
     assert natural.generation_kwargs == {"logit_bias": {full_step.EOS: 5.6}}
     assert full_step.key_of("ours", arguments(tmp_path, workload="natural")) == "natural/ours"
     assert full_step.key_of("ours", arguments(tmp_path, workload="natural", eos_bias=5.0)) == "natural/ours/eos_bias=5"
+    launched = arguments(tmp_path, launch=Path("accelerate_configs/ddp_2gpu_pcie.yaml"))
+    assert full_step.key_of("ours", launched) == "equal/ours/launch=ddp_2gpu_pcie"
     assert full_step.tokenizer().eos_token_id == full_step.EOS
     assert full_step.workload_of(arguments(tmp_path, workload="natural", rows=64)).rows == 64
 
