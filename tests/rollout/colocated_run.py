@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
     kind, out = sys.argv[1], Path(sys.argv[2])
     folder = (
-        save_tiny_olmo2(out.parent / "olmo2") if kind == "olmo2" else save_tiny_model(out.parent / f"model-{kind}")
+        save_tiny_olmo2(out.parent / "olmo2") if kind == "olmo2" else save_tiny_model(out.parent / f"model-{out.stem}")
     )
     trainer_class, settings = {
         "stock": (GRPOTrainer, {}),
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     }[kind]
     trainer = make_trainer(
         trainer_class,
-        out.parent / kind,
+        out.parent / out.stem,
         **settings,
         model=folder,
         max_steps=3,

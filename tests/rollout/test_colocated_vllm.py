@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_launcher import free_port, rank_environment
 from tiny import max_difference
 
 pytestmark = [
@@ -39,6 +40,39 @@ def run(kind: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, env={**os.environ, **CPU_ENGINE}, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(out, weights_only=True)
+
+
+def run_two(kind: str, folder: Path) -> list[dict[str, Any]]:
+    """Two ranks, each with an engine of its own."""
+    script, port = Path(__file__).with_name("colocated_run.py"), free_port()
+    outs = [folder / f"{kind}-{rank}.pt" for rank in range(2)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), kind, str(out)],
+            env={**os.environ, **CPU_ENGINE, **rank_environment(rank, 2, 1, port)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank, out in enumerate(outs)
+    ]
+    try:
+        for process in started:
+            errors = process.communicate(timeout=300)[1]
+            assert process.returncode == 0, errors[-4000:]
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(out, weights_only=True) for out in outs]
+
+
+def test_two_ranks_with_an_engine_each_train_as_stock_s_ddp(tmp_path: Path) -> None:
+    stock, ours = run_two("stock", tmp_path), run_two("ours", tmp_path)
+    assert max_difference(ours[0]["weights"], ours[0]["before"]) > 1e-4
+    for rank in range(2):
+        assert ours[rank]["log"] == stock[rank]["log"]
+        assert max_difference(ours[rank]["weights"], stock[rank]["weights"]) == 0.0
+    assert max_difference(ours[0]["weights"], ours[1]["weights"]) == 0.0
 
 
 def test_training_with_colocated_vllm_equals_stock(runs: dict[str, dict[str, Any]]) -> None:
