@@ -27,7 +27,11 @@ from trl_budget.placement import (
 from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
 from trl_budget.rollout_policy import PARK_POLICY, SHARE_WEIGHTS, VERIFY_SYNC, check_choice
 from trl_budget.row_layout import PADDING_FREE, check_lm_head_chunk_size, check_max_tokens, check_padding_free
-from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding
+from trl_budget.sharding import (
+    OPTIMIZER_SHARDINGS,
+    check_optimizer_sharding,
+    check_sum_ranks_during_backward,
+)
 
 
 @dataclass
@@ -232,6 +236,7 @@ class BudgetGRPOConfig(GRPOConfig):
         check_padding_free(self.padding_free)
         check_reuse(self.reuse_old_logprobs)
         check_optimizer_sharding(self.optimizer_sharding)
+        check_sum_ranks_during_backward(self.sum_ranks_during_backward)
         check_choice("park_policy_during_rollout", self.park_policy_during_rollout, PARK_POLICY)
         check_choice("share_vllm_weights", self.share_vllm_weights, SHARE_WEIGHTS)
         check_choice("verify_weight_sync", self.verify_weight_sync, VERIFY_SYNC)

@@ -251,6 +251,11 @@ class HostAdamW(torch.optim.Optimizer):
     def _on_backward_end(self) -> None:
         self._gradients.on_backward_end(self._build_slots())
 
+    @property
+    def can_sum_ranks_early(self) -> bool:
+        """Whether `begin_backward` may have an effect here."""
+        return self._gradients.can_sum_early
+
     def begin_backward(self, *, is_last: bool) -> None:
         """Says that a backward is about to begin; optional, and only where it is known.
 

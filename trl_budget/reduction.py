@@ -97,10 +97,12 @@ class SharedGradients(HostGradients):
         self._num_last_backwards += is_last
         if self._told:
             self._refuse(f"Another backward began after the last one of a step ({next(iter(self._told)).name}).")
-        elif is_last and self._can_be_early():
+        elif is_last and self.can_sum_early:
             self._early = self._begin_early()
 
-    def _can_be_early(self) -> bool:
+    @property
+    def can_sum_early(self) -> bool:
+        """Whether sums over ranks may begin before the last backward has ended."""
         return HAS_ORDERED_STORES and self._ranks.num_nodes == 1 and self.collector.takes_gradients_as_they_come
 
     def _begin_early(self) -> EarlySums:

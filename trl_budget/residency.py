@@ -218,7 +218,8 @@ class Residency:
                 f"The {owner.name}'s {self._bytes_when_present[owner.name] / 2**30:.2f} GiB could not come back to "
                 f"the device in phase {self._phase.value!r}: {error}. The card has {use.used_bytes / 2**30:.2f} GiB "
                 f"in use, {use.allocated_bytes / 2**30:.2f} of them by torch here, and what is left is too little. "
-                "Set vllm_enable_sleep_mode=True, or end other processes on the card."
+                "Set vllm_enable_sleep_mode=True, a larger device_memory_budget if there is one, or end other "
+                "processes on the card."
             ) from error
 
     def _record(self, phase: Phase) -> None:

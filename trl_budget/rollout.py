@@ -86,8 +86,8 @@ class ColocatedGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         """As TRL 1.16, for an engine in this process without tensor parallelism."""
         build = self._settings.build or upstream_vllm.engine_class()
-        self._card.enter(Phase.START)
         try:
+            self._card.enter(Phase.START)
             self._settings.start()
             self._set_environment()
             engine = build(**self._engine_arguments())

@@ -30,6 +30,7 @@ from trl_budget.pinned import ParameterSlabs, host_slab_bytes
 from trl_budget.placement import (
     IMPLEMENTATION_OF_OPTIM,
     ResolvedSetting,
+    early_sums_setting,
     format_table,
     resolve_gradient_placement,
     resolve_optimizer_placement,
@@ -224,6 +225,8 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             if adamw.world_size > 1:
                 owned = f"this rank steps {adamw.owned_bytes / 2**30:.2f} GiB of masters and moments"
                 rows.append(ResolvedSetting("optimizer_sharding", adamw.sharding, owned))
+            if budget_setting(self.args, "sum_ranks_during_backward"):
+                rows.append(early_sums_setting(can_sum_early=adamw.can_sum_ranks_early))
             rows.append(ResolvedSetting("host memory", f"{host_gib:.2f} GiB", f"{pinned_gib:.2f} GiB page-locked"))
         return rows
 
@@ -273,8 +276,8 @@ class BudgetGRPOTrainer(ColocatedTrainer):
 
     def begin_backward(self, *, is_last: bool) -> None:
         """See `passes.LossOwner`; gradients may then be summed over the ranks while the last backward runs."""
-        if self._host_adamw is not None and budget_setting(self.args, "sum_ranks_during_backward"):
-            self._host_adamw.begin_backward(is_last=is_last)
+        if self._host_adamw is not None:
+            self._host_adamw.begin_backward(is_last=is_last and budget_setting(self.args, "sum_ranks_during_backward"))
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """As transformers 5.24: clips to `max_grad_norm` and returns the norm before, on the host."""

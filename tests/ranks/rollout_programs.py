@@ -116,8 +116,7 @@ class Budgeted(HandoverTrainer):
         )
 
     def _read_card(self) -> CardMemory:
-        phase = self._card._phase
-        is_over = rank() == FAILING and phase is not None and phase.value == self.too_much_in
+        is_over = rank() == FAILING and self._card._residency.phase.value == self.too_much_in
         used = (20 if is_over else 10) * GIB
         return CardMemory(total=80 * GIB, free=80 * GIB - used, reserved=used, unmapped=0)
 

@@ -46,23 +46,18 @@ def run_two(kind: str, folder: Path) -> list[dict[str, Any]]:
     """Two ranks, each with an engine of its own."""
     script, port = Path(__file__).with_name("colocated_run.py"), free_port()
     outs = [folder / f"{kind}-{rank}.pt" for rank in range(2)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), kind, str(out)],
-            env={**os.environ, **CPU_ENGINE, **rank_environment(rank, 2, 1, port)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank, out in enumerate(outs)
-    ]
+    started = []
+    for rank, out in enumerate(outs):
+        environment = {**os.environ, **CPU_ENGINE, **rank_environment(rank, 2, 1, port)}
+        with out.with_suffix(".log").open("wb") as log:
+            command = [sys.executable, str(script), kind, str(out)]
+            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        for process in started:
-            errors = process.communicate(timeout=300)[1]
-            assert process.returncode == 0, errors[-4000:]
+        codes = [process.wait(timeout=300) for process in started]
     finally:
         for process in started:
             process.kill()
+    assert codes == [0, 0], "\n".join(out.with_suffix(".log").read_text()[-3000:] for out in outs)
     return [torch.load(out, weights_only=True) for out in outs]
 
 
