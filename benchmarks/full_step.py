@@ -31,11 +31,11 @@ and the rows of its own; figures are the first card's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +45,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from datasets import Dataset
 from full_step_modes import EOS, MODES, Mode, workload_of
@@ -269,15 +270,13 @@ def run_alone(name: str, args: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, *launcher, __file__, *sys.argv[1:], "--worker", name, "--figures", str(out)]
         environment = {**os.environ, "NCCL_P2P_DISABLE": "1"}
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-            is_late = False
+            process, is_late = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment), False
             try:
                 process.wait(args.limit)
             except subprocess.TimeoutExpired:
                 is_late = True
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that a launcher has started
+            finally:
+                end_with_children(process.pid)
                 process.wait()
         text = log.read_text(errors="replace")
         if args.keep_logs:
@@ -287,7 +286,20 @@ def run_alone(name: str, args: argparse.Namespace) -> dict[str, Any]:
         if process.returncode == 0:
             return figures
         why = f"took longer than {args.limit} s" if is_late else f"exit {process.returncode}"
-        return {**figures, "error": f"{text[-3000:]}\n{why}" if is_late else f"{why}\n{text[-3000:]}"}
+        text = text[-3000:] if args.launch is None else text.split("ChildFailedError")[0][-9000:]
+        return {**figures, "error": f"{text}\n{why}" if is_late else f"{why}\n{text}"}
+
+
+def end_with_children(pid: int) -> None:
+    """Kills a process and all that it has started: a launcher's ranks are in sessions of their own."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -313,6 +325,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.generation_only and not all(MODES[name].is_ours for name in args.modes):
         parser.error("--generation-only hands the card over as ours does, and stock cannot: name modes of ours")
+    if args.launch and any(MODES[name].is_pageable for name in args.modes):
+        parser.error("ours_pageable makes its optimizer before the processes have met: leave it or --launch out")
     if args.rows and args.rows % 8:
         parser.error(f"--rows {args.rows} is no multiple of 8, the completions of one prompt")
     return args

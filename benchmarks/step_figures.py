@@ -227,7 +227,9 @@ def kv_cache(engine: Any) -> dict[str, float]:
 def line(key: str, figures: dict[str, Any]) -> str:
     """A mode on one line."""
     if "error" in figures:
-        return f"{key:40s} FAILED: {figures['error'].strip().splitlines()[-1][:300]}"
+        lines = figures["error"].strip().splitlines()
+        last = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+        return f"{key:40s} FAILED: {last[:300]}"
     shown = [f"{phase} {figures[f'{phase}_seconds']:.2f}" for phase in PHASES if f"{phase}_seconds" in figures]
     total = f"{figures['total_seconds']:.2f} s: " if "total_seconds" in figures else ""
     memory = f"card {figures['peak_card_gib']:.2f} GiB (start {figures['construction_peak_card_gib']:.2f})"

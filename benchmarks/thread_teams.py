@@ -6,7 +6,7 @@ A team's operation ends when its slowest thread has done its equal part. With tw
 have to wait for the other team's turn to end, while the threads that are done spin and keep their cores: the shorter
 the operation, the more it costs. Each team is a process of its own, since within a process libgomp spins less once it
 has more threads than cores; two ranks do not know of each other's, nor did the teams of one rank, which together were
-fewer than the cores of the machine. `fp32 + fp32` in place, in blocks of `--blocks` elements, for three seconds.
+fewer than the cores of the machine. `fp32 + fp32` in place, in blocks of `--blocks`, in the same five seconds.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ import torch
 from trl_budget import __version__
 
 ELEMENTS = 2**25
-SECONDS = 3.0
+SECONDS = 5.0
+SECONDS_TO_START = 8.0
 BLOCKS = (2**17, 2**20, 2**22)
 
 
-def elements_per_second(cores: int, block: int) -> float:
-    """Of one team, while others may run."""
+def elements_per_second(cores: int, block: int, start: float) -> float:
+    """Of one team, while others may run; all begin when `time.time()` is `start`."""
     torch.set_num_threads(cores)
     target, addend = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
     blocks = list(zip(target.split(block), addend.split(block), strict=True))
     for ours, other in blocks:
         ours.add_(other)
+    if time.time() > start:
+        raise RuntimeError("the teams did not begin together: raise SECONDS_TO_START")
+    time.sleep(start - time.time())
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < SECONDS:
         for ours, other in blocks:
@@ -46,7 +50,7 @@ def elements_per_second(cores: int, block: int) -> float:
 
 def measure(teams: int, cores: int, block: int) -> list[float]:
     """Elements per second of each of `teams` processes of `cores` threads, which run at the same time."""
-    command = [sys.executable, __file__, "--team", str(cores), str(block)]
+    command = [sys.executable, __file__, "--team", str(cores), str(block), str(time.time() + SECONDS_TO_START)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(teams)]
     return [float(process.communicate()[0].splitlines()[-1]) for process in started]
 
@@ -57,10 +61,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/thread_teams.json"))
-    parser.add_argument("--team", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--team", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.team:
-        print(elements_per_second(*args.team))
+        cores, block, start = args.team
+        print(elements_per_second(int(cores), int(block), float(start)))
         return
     rows = []
     for block in args.blocks:

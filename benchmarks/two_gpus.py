@@ -262,7 +262,8 @@ def report(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     scaling = dict(found.get("scaling_efficiency", {}))
     one_card = modes.get(f"one_card/rows={args.rows_per_card}")
     for mode in ("sharded", "sharded_early"):
-        if one_card and (both := modes.get(key := f"{mode}/rows={args.rows_per_card}")):
+        both = modes.get(key := f"{mode}/rows={args.rows_per_card}")
+        if one_card and both and one_card["commit"] == both["commit"]:
             scaling[key] = one_card["summary"]["update_seconds"] / both["summary"]["update_seconds"]
     return {
         "device": {**machine(), "num_gpus": torch.cuda.device_count(), "nccl": "NCCL_P2P_DISABLE=1"},

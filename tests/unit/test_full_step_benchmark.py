@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from trl import GRPOConfig
 
@@ -144,6 +147,24 @@ def test_a_file_grows_and_keeps_what_other_settings_gave(tmp_path: Path) -> None
     assert modes["equal/ours"]["total_seconds"] == 3.0
     assert modes["equal/ours/padding_free=off"]["total_seconds"] == 2.0
     assert modes["natural/ours/rows=64"]["error"] == "out of memory"
+
+
+def test_a_launcher_ends_with_the_ranks_that_it_started_in_sessions_of_their_own() -> None:
+    rank = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
+    command = [sys.executable, "-c", f"{rank}; import time; time.sleep(60)"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    started = psutil.Process(int(launcher.stdout.readline()))
+    full_step.end_with_children(launcher.pid)
+    assert launcher.wait(10) == -signal.SIGKILL
+    psutil.wait_procs([started], timeout=10)
+    assert not started.is_running() or started.status() == psutil.STATUS_ZOMBIE
+    full_step.end_with_children(launcher.pid)  # which is gone
+
+
+def test_the_error_of_a_rank_is_shown_and_not_its_launcher_s() -> None:
+    shown = step_figures.line("equal/ours", {"error": "exit 1\nOutOfMemoryError: no room\n=======\n"})
+    assert "OutOfMemoryError: no room" in shown
 
 
 def test_a_mode_that_failed_shows_its_last_line() -> None:
