@@ -100,7 +100,8 @@ def test_greedy_completions_are_those_of_the_present_weights_after_each_update(w
     num_tokens = sum(map(len, figures["present"]))
     # Two engines round where one does against fp32: 1.4 times the error, and so 1.4 times the changes.
     assert len(ties) <= 2 * sum(figures["num_changed_by_rounding"]) + 0.02 * num_tokens, ties
-    assert mean(gap > 0.0 for gap in figures["stale"][1]) > 0.3, "the updates are too small to tell weights apart"
+    of_stale = mean(gap > 0.0 for gap in figures["stale"][1])
+    assert 2 * len(ties) / num_tokens < of_stale, "the updates are too small to tell weights apart"
     assert max(figures["gap"]) < 0.2, figures["gap"]
 
 
@@ -152,15 +153,21 @@ def test_a_reference_that_follows_the_policy_is_the_policy_and_parked(run: Run) 
     assert max(figures["kl"]) < 0.01
 
 
+def test_gradients_of_two_runs_are_equal_gradients(run: Run) -> None:
+    """The control of the next test."""
+    runs = [run(name)["steps"] for name in ("gradients_resident", "gradients_resident_again")]
+    assert [max_difference(again, first) for first, again in zip(*runs, strict=True)] == [0.0] * 3
+
+
 @pytest.mark.parametrize("way", ["sharing", "copying"])
 def test_gradients_equal_those_of_a_policy_that_stays_gradients(way: str, run: Run) -> None:
     resident, other = run("gradients_resident"), run(f"gradients_{way}")
     assert resident["settings"]["park_policy_during_rollout"] == "off"
     assert other["settings"]["park_policy_during_rollout"] == "on"
     assert len(resident["steps"]) == len(other["steps"]) == 3
-    for step, (expected, ours) in enumerate(zip(resident["steps"], other["steps"], strict=True)):
-        assert all(bool(value.any()) for value in expected.values())
-        assert max_difference(ours, expected) == 0.0, f"step {step}"
+    assert all(bool(value.any()) for step in resident["steps"] for value in step.values())
+    pairs = zip(resident["steps"], other["steps"], strict=True)
+    assert [max_difference(ours, expected) for expected, ours in pairs] == [0.0] * 3
 
 
 def test_an_update_may_allocate_up_to_the_budget_beside_a_sleeping_cache_budget(run: Run) -> None:
