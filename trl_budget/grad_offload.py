@@ -55,6 +55,9 @@ class GradientCollector(Protocol):
     def is_summed(self, slot: ParameterSlot) -> bool:
         """Whether nothing of the slot is under way and nothing of any has failed. From any thread."""
 
+    def run_in_turn(self, work: Callable[[], None]) -> None:
+        """Runs `work` where gradients are summed, after those taken before, and returns when it is done."""
+
 
 class GradientAccumulator:
     """Leaves gradients where they are until their backward ends, then moves all of them, and returns when it is done.
@@ -94,6 +97,10 @@ class GradientAccumulator:
     def is_summed(self, slot: ParameterSlot) -> bool:
         """Nothing is under way once `collect` has returned."""
         return True
+
+    def run_in_turn(self, work: Callable[[], None]) -> None:
+        """Here and now."""
+        work()
 
     @torch.no_grad()
     def collect(self, slots: Sequence[ParameterSlot]) -> None:

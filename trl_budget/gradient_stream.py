@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -236,6 +236,10 @@ class GradientStream:
     def is_summed(self, slot: ParameterSlot) -> bool:
         """Whether nothing of the slot is under way and nothing of any has failed. From any thread."""
         return self._progress.is_finished(id(slot))
+
+    def run_in_turn(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the host threads, after the sums of what was sent before, and returns when it is done."""
+        self._threads.submit(work).result()
 
     def discard(self) -> None:
         """Blocks until nothing is under way any more; an error that has been reported already is forgotten.

@@ -128,8 +128,7 @@ class HostAdamW(torch.optim.Optimizer):
         if gradient_placement == "auto":
             gradient_placement = "host" if any(p.is_cuda for p in self._parameters()) else "device"
         self.gradient_placement = gradient_placement
-        collector = self._gradient_collector(pin_memory)
-        self._gradients = self._team.gradients(self._slots, collector, self._threads, self._background)
+        self._gradients = self._team.gradients(self._slots, self._gradient_collector(pin_memory), self._threads)
         self._build_slots()
 
     def _gradient_collector(self, pin_memory: bool) -> GradientCollector:

@@ -34,9 +34,7 @@ class SharedGradients(HostGradients):
     Args:
         slots: the optimizer's slots; a live view, in the same order on every rank.
         collector: moves `parameter.grad` to the host.
-        threads: sum the ranks' accumulators.
-        background: sums them while a backward runs: the collector's own thread. Two threads that use all cores at a
-            time hold each other up at every operation, see `host_threads.py`.
+        threads: sum the ranks' accumulators when no backward runs.
         ranks: the processes of the job.
     """
 
@@ -45,11 +43,9 @@ class SharedGradients(HostGradients):
         slots: Mapping[Parameter, ParameterSlot],
         collector: GradientCollector,
         threads: HostThreads,
-        background: HostThreads,
         ranks: Ranks,
     ) -> None:
         super().__init__(slots, collector, threads)
-        self._background = background
         self._ranks = ranks
         self._is_reduced = False
         self._sums = RankSums(threads, ranks)
@@ -207,8 +203,8 @@ class SharedGradients(HostGradients):
         return filled
 
     def _sum_ranks(self, slots: Sequence[SharedSlot]) -> None:
-        """Sums slots of which every rank has a gradient. Returns when the background thread has done it."""
-        self._background.submit(self._sums.run_here, [(slot, slot.peers) for slot in slots]).result()
+        """Sums slots of which every rank has a gradient, beside a backward, whose sums need the same cores."""
+        self.collector.run_in_turn(lambda: self._sums.run_here([(slot, slot.peers) for slot in slots]))
 
     def _sum_nodes(self, slots: Iterable[SharedSlot]) -> None:
         if self._ranks.num_nodes == 1:

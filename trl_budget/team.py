@@ -96,11 +96,7 @@ class OneRank:
         return HostState(pin_memory=pin_memory)
 
     def gradients(
-        self,
-        slots: Mapping[Parameter, ParameterSlot],
-        collector: GradientCollector,
-        threads: HostThreads,
-        background: HostThreads,
+        self, slots: Mapping[Parameter, ParameterSlot], collector: GradientCollector, threads: HostThreads
     ) -> HostGradients:
         """What collects, measures and clips."""
         return HostGradients(slots, collector, threads)
@@ -178,14 +174,10 @@ class NodeTeam(OneRank):
         return SharedHostState(pin_memory=pin_memory, ranks=self.ranks, memory=self._memory, sharding=self.mode)
 
     def gradients(
-        self,
-        slots: Mapping[Parameter, ParameterSlot],
-        collector: GradientCollector,
-        threads: HostThreads,
-        background: HostThreads,
+        self, slots: Mapping[Parameter, ParameterSlot], collector: GradientCollector, threads: HostThreads
     ) -> HostGradients:
         """What collects, reduces, measures and clips."""
-        return SharedGradients(slots, collector, threads, background, self.ranks)
+        return SharedGradients(slots, collector, threads, self.ranks)
 
     def master_slabs(self, names: Mapping[Parameter, str], *, pin: bool) -> ParameterSlabs:
         """Empty slabs for the masters, shared by the node where masters are. Collective.
