@@ -20,7 +20,7 @@ from pathlib import Path
 import reasoning_gym
 import torch
 from _curves import finish_run, record_run
-from qwen3_4b_one_gpu import SHAPES, TASK, chat_prompts, random_model
+from qwen3_4b import SHAPES, TASK, chat_prompts, random_model
 from reasoning_smollm2_135m import NUM_PROBLEMS, verifier_reward
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
@@ -36,7 +36,7 @@ NUM_GENERATIONS = 8
 CARDS = {
     16: {"device_memory_budget": "15.5GiB", "vllm_gpu_memory_utilization": 0.88, "row_length": 32_768},
     24: {"device_memory_budget": "23GiB", "vllm_gpu_memory_utilization": 0.85, "row_length": 65_536},
-    48: {"device_memory_budget": "46GiB", "vllm_gpu_memory_utilization": 0.85, "row_length": 131_072},
+    48: {"device_memory_budget": "44GiB", "vllm_gpu_memory_utilization": 0.85, "row_length": 131_072},
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("reasoning_gym", reason="the recipes take their problems from reasoning-gym")
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import long_context_qwen3_4b as long_context
-import qwen3_4b_one_gpu as one_gpu
+import qwen3_4b
 import reasoning_smollm2_135m as smollm2
 from transformers import AutoConfig
 
@@ -26,10 +26,10 @@ needs_levers = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("card", [16, 24])
+@pytest.mark.parametrize("card", [16, 24, 48])
 def test_the_card_sets_a_budget_below_it_and_a_context_for_its_completions(card: int, tmp_path: Path) -> None:
     arguments = Namespace(card=card, max_completion_length=None, output_dir=tmp_path, completions=64, steps=1, seed=0)
-    config = one_gpu.build_config(arguments)
+    config = qwen3_4b.build_config(arguments)
     assert 0.9 * card * 2**30 < parse_bytes(config.device_memory_budget) < card * 2**30
     assert config.vllm_max_model_length > config.max_completion_length
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
@@ -37,13 +37,13 @@ def test_the_card_sets_a_budget_below_it_and_a_context_for_its_completions(card:
 
 
 def test_the_cache_of_each_card_holds_a_whole_row_beside_the_weights() -> None:
-    shape = one_gpu.SHAPES["qwen3-4b"]
+    shape = qwen3_4b.SHAPES["qwen3-4b"]
     weight_bytes = 2 * 4.02e9
     token_bytes = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    for card in one_gpu.CARDS.values():
+    for card in qwen3_4b.CARDS.values():
         engine_bytes = card["vllm_gpu_memory_utilization"] * parse_bytes(card["device_memory_budget"])
         num_tokens = (engine_bytes - weight_bytes - 2**30) / token_bytes
-        assert num_tokens > 4 * (one_gpu.MAX_PROMPT_LENGTH + card["max_completion_length"])
+        assert num_tokens > 4 * (qwen3_4b.MAX_PROMPT_LENGTH + card["max_completion_length"])
 
 
 def test_transformers_generates_unless_vllm_is_asked_for() -> None:
@@ -81,7 +81,7 @@ def test_the_row_length_is_an_argument() -> None:
 
 @pytest.mark.parametrize("card", list(long_context.CARDS))
 def test_the_cache_of_each_card_holds_its_longest_row_beside_the_weights(card: int) -> None:
-    shape, settings = one_gpu.SHAPES["qwen3-4b"], long_context.CARDS[card]
+    shape, settings = qwen3_4b.SHAPES["qwen3-4b"], long_context.CARDS[card]
     token_bytes = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     engine_bytes = settings["vllm_gpu_memory_utilization"] * parse_bytes(settings["device_memory_budget"])
     assert engine_bytes - 2 * 4.02e9 - 2**30 > token_bytes * settings["row_length"]
@@ -96,11 +96,11 @@ def test_a_row_without_a_completion_or_without_a_position_is_refused(words: tupl
 def test_the_longest_problem_fits_its_part_of_the_row_even_at_a_token_per_byte() -> None:
     options = {**long_context.TASK_OPTIONS, "min_terms": 40, "min_digits": 6}
     problems = long_context.reasoning_gym.create_dataset(long_context.TASK, size=50, seed=0, **options)
-    prompts = [one_gpu.SYSTEM_PROMPT + problem["question"] + one_gpu.CHAT_TEMPLATE for problem in problems]
+    prompts = [qwen3_4b.SYSTEM_PROMPT + problem["question"] + qwen3_4b.CHAT_TEMPLATE for problem in problems]
     assert max(map(len, prompts)) < long_context.MAX_PROMPT_LENGTH
 
 
 def test_random_weights_of_a_shape_have_a_position_for_every_token(tmp_path: Path) -> None:
-    folder = one_gpu.random_model(tmp_path, "tiny", long_context.MAX_POSITIONS)
+    folder = qwen3_4b.random_model(tmp_path, "tiny", long_context.MAX_POSITIONS)
     assert AutoConfig.from_pretrained(folder).max_position_embeddings >= long_context.CARDS[48]["row_length"]
-    assert one_gpu.random_model(tmp_path, "tiny") != folder
+    assert qwen3_4b.random_model(tmp_path, "tiny") != folder

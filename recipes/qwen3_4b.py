@@ -1,13 +1,14 @@
-"""GRPO on all weights of Qwen3-4B, with vLLM in the same process, on one card of 24 or 16 GB.
+"""GRPO on all weights of Qwen3-4B, with vLLM in the same process, on cards of 16, 24 or 48 GB, one or several.
 
-The optimizer is in host memory (about 65 GB of RAM), policy and vLLM share one copy of the weights, and the rest of
-the card is vLLM's cache during rollouts and the update's activations afterwards. Problems and their verifier come from
+The optimizer is in host memory (about 65 GB of RAM, 80 with two cards, which share it), policy and vLLM share one copy
+of the weights on each card, and the rest is vLLM's cache during rollouts and the update's activations afterwards.
+Neither NVLink nor peer access is needed between cards. Problems and their verifier come from
 reasoning-gym (`chain_sum`); the reward is the verifier's score of the last number in the completion.
 
     pip install "trl-budget[vllm]" reasoning-gym
-    python recipes/qwen3_4b_one_gpu.py --card 24
-    python recipes/qwen3_4b_one_gpu.py --card 16
-    python recipes/qwen3_4b_one_gpu.py --card 16 --shape-only --steps 3    # random weights: no download, no learning
+    python recipes/qwen3_4b.py --card 24
+    python recipes/qwen3_4b.py --card 16 --shape-only --steps 3    # random weights: no download, no learning
+    accelerate launch --config_file accelerate_configs/ddp_2gpu_pcie.yaml recipes/qwen3_4b.py --card 48
 
 On a larger card the training behaves as if the card had `--card` GB.
 """
@@ -32,9 +33,16 @@ TASK_OPTIONS = {"min_terms": 4, "max_terms": 6, "min_digits": 2, "max_digits": 4
 SYSTEM_PROMPT = "Work it out step by step. End with the final number."
 MAX_PROMPT_LENGTH = 512
 
-# A card sold as 24 GB has 24 GiB, of which a display and the driver hold some; `vllm_gpu_memory_utilization` is a
-# share of the budget. More tokens in a pass need more activations, 0.4 MB a token; longer completions a larger cache.
+# A card sold as 24 GB has 24 GiB, of which a display and the driver hold some; one of 48 has 45 where error correction
+# is on. `vllm_gpu_memory_utilization` is a share of the budget. More tokens in a pass need more activations, 0.4 MB a
+# token; longer completions a larger cache.
 CARDS = {
+    48: {
+        "device_memory_budget": "44GiB",
+        "vllm_gpu_memory_utilization": 0.85,
+        "max_tokens_per_microbatch": 32_768,
+        "max_completion_length": 8192,
+    },
     24: {
         "device_memory_budget": "23GiB",
         "vllm_gpu_memory_utilization": 0.85,
@@ -156,13 +164,15 @@ def build_trainer(arguments: argparse.Namespace) -> BudgetGRPOTrainer:
     Returns:
         A trainer that has not started.
     """
+    config = build_config(arguments)
     model = arguments.model
     if arguments.shape_only:
-        model = str(random_model(arguments.cache_dir, arguments.shape))
+        with config.main_process_first():  # of each node
+            model = str(random_model(arguments.cache_dir, arguments.shape, config.vllm_max_model_length))
     problems = reasoning_gym.create_dataset(TASK, size=NUM_PROBLEMS, seed=arguments.seed, **TASK_OPTIONS)
     return BudgetGRPOTrainer(
         model=model,
-        args=build_config(arguments),
+        args=config,
         reward_funcs=verifier_reward(problems),
         train_dataset=chat_prompts(problems),
     )
@@ -170,16 +180,16 @@ def build_trainer(arguments: argparse.Namespace) -> BudgetGRPOTrainer:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line of this recipe."""
-    parser = argparse.ArgumentParser(description="Full-parameter GRPO on Qwen3-4B, on one card of 24 or 16 GB.")
+    parser = argparse.ArgumentParser(description="Full-parameter GRPO on Qwen3-4B, on cards of 16 to 48 GB.")
     parser.add_argument("--card", type=int, choices=CARDS, default=24, help="memory of the card in GB")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--completions", type=int, default=64, help="of a step, a multiple of 8")
-    parser.add_argument("--max-completion-length", type=int, help="default: 4096 for 24 GB, 2048 for 16 GB")
+    parser.add_argument("--completions", type=int, default=64, help="of a step and card, a multiple of 8")
+    parser.add_argument("--max-completion-length", type=int, help="default: 8192, 4096, 2048 for 48, 24, 16 GB")
     parser.add_argument("--model", default=MODEL, help="a name on the hub or a folder")
     parser.add_argument("--shape-only", action="store_true", help="random weights of the shape, nothing is downloaded")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b", help="of the random weights")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems and the sampling")
-    parser.add_argument("--output-dir", type=Path, default=Path("out/qwen3_4b_one_gpu"))
+    parser.add_argument("--output-dir", type=Path, default=Path("out/qwen3_4b"))
     parser.add_argument("--cache-dir", type=Path, default=Path("out/models"), help="where random weights are kept")
     arguments = parser.parse_args()
     if arguments.completions % 8:
@@ -195,8 +205,11 @@ def main() -> None:
     recorder = record_run(trainer, 1, arguments.output_dir, vars(arguments))
     trainer.train()
     name = arguments.shape if arguments.shape_only else arguments.model
-    title = f"{name}, {TASK}, a card of {arguments.card} GB, seed {arguments.seed}"
-    finish_run(arguments.output_dir, trainer, recorder, vars(arguments), title, "reward (verifier's score)")
+    num_cards = trainer.accelerator.num_processes
+    cards = f"{num_cards} cards" if num_cards > 1 else "a card"
+    title = f"{name}, {TASK}, {cards} of {arguments.card} GB, seed {arguments.seed}"
+    if trainer.is_world_process_zero():
+        finish_run(arguments.output_dir, trainer, recorder, vars(arguments), title, "reward (verifier's score)")
 
 
 if __name__ == "__main__":
