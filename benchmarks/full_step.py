@@ -16,6 +16,7 @@ Commands, with what they may take on one H200 (70 to 85 s of each mode are the e
     python benchmarks/full_step.py --modes all_off host_step packing                          # 9 minutes
     python benchmarks/full_step.py --modes reuse parking ours                                 # 8 minutes
     python benchmarks/full_step.py --modes ours_pageable ours_24gib_copying                   # 6 minutes
+    python benchmarks/full_step.py --modes packing_alone reuse_alone parking_alone            # 8 minutes
     python benchmarks/full_step.py --workload natural --steps 1 --modes stock                 # 8 minutes
     python benchmarks/full_step.py --workload natural --steps 1 --modes ours_24gib            # 8 minutes
     python benchmarks/full_step.py --workload natural --steps 1 --modes ours_16gib --rows 64  # 8 minutes
@@ -23,9 +24,10 @@ Commands, with what they may take on one H200 (70 to 85 s of each mode are the e
     python benchmarks/full_step.py --generation-only --modes ours_16gib ours_16gib_copying    # 5 minutes
 
 `--set field=value` sets a field of the config in every mode that has it. `--generation-only` trains nothing and times
-wake, sync, generation and sleep. `all_off` to `ours` turn one lever on after the other. `--launch
-accelerate_configs/ddp_2gpu_pcie.yaml` starts every mode on two cards that do not reach each other, each with an engine
-and the rows of its own; figures are the first card's.
+wake, sync, generation and sleep. `all_off` to `ours` turn one lever on after the other; `host_step`, and the modes
+that end in `alone`, have a single one on (shared weights need the optimizer on the host and a policy that parks).
+`--launch accelerate_configs/ddp_2gpu_pcie.yaml` starts every mode on two cards that do not reach each other, each with
+an engine and the rows of its own; figures are the first card's.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ class Mode:
 STOCK_ENGINE = {"vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.25}
 COPYING = {"share_vllm_weights": "off"}
 RESIDENT = {**STOCK_ENGINE, **COPYING, "park_policy_during_rollout": "off"}
-STOCK_PASSES = {"padding_free": "stock", "max_tokens_per_microbatch": None, "reuse_old_logprobs": "off"}
+STOCK_LAYOUT = {"padding_free": "stock", "max_tokens_per_microbatch": None}
+STOCK_PASSES = {**STOCK_LAYOUT, "reuse_old_logprobs": "off"}
+ON_DEVICE = {"optimizer_placement": "device"}
 CARD_24 = {
     "device_memory_budget": "24GiB",
     "vllm_gpu_memory_utilization": 0.92,
@@ -42,7 +44,7 @@ MODES = {
     "ours_16gib": Mode("every lever's default, the card capped at 16 GiB", CARD_16),
     "ours_24gib_copying": Mode("24 GiB, weights copied to vLLM at every sync", {**CARD_24, **COPYING}),
     "ours_16gib_copying": Mode("16 GiB, weights copied to vLLM at every sync", {**CARD_16, **COPYING}),
-    "all_off": Mode("our trainer with every lever off", {**RESIDENT, **STOCK_PASSES, "optimizer_placement": "device"}),
+    "all_off": Mode("our trainer with every lever off", {**RESIDENT, **STOCK_PASSES, **ON_DEVICE}),
     "host_step": Mode(
         "and the optimizer on the host, gradients leaving during backward", {**RESIDENT, **STOCK_PASSES}
     ),
@@ -50,6 +52,14 @@ MODES = {
     "reuse": Mode("and old log-probs from the update's own forward", RESIDENT),
     "parking": Mode("and the policy off the card during rollouts", {**STOCK_ENGINE, **COPYING}),
     "ours": Mode("and vLLM's weights shared: every lever's default, uncapped", STOCK_ENGINE),
+    "packing_alone": Mode(
+        "every lever off but packed rows in passes by tokens", {**RESIDENT, **ON_DEVICE, "reuse_old_logprobs": "off"}
+    ),
+    "reuse_alone": Mode("every lever off but the reuse of old log-probs", {**RESIDENT, **ON_DEVICE, **STOCK_LAYOUT}),
+    "parking_alone": Mode(
+        "every lever off but the policy, in fp32, off the card during rollouts",
+        {**STOCK_ENGINE, **COPYING, **STOCK_PASSES, **ON_DEVICE},
+    ),
     "ours_pageable": Mode("as ours, masters, moments and staging in pageable memory", STOCK_ENGINE, is_pageable=True),
 }
 
