@@ -27,11 +27,7 @@ from trl_budget.placement import (
 from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
 from trl_budget.rollout_policy import PARK_POLICY, SHARE_WEIGHTS, VERIFY_SYNC, check_choice
 from trl_budget.row_layout import PADDING_FREE, check_lm_head_chunk_size, check_max_tokens, check_padding_free
-from trl_budget.sharding import (
-    OPTIMIZER_SHARDINGS,
-    check_optimizer_sharding,
-    check_sum_ranks_during_backward,
-)
+from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding, check_sum_ranks_during_backward
 
 
 @dataclass
@@ -79,9 +75,9 @@ class BudgetGRPOConfig(GRPOConfig):
             "replicated": every rank all of them, 16 bytes per parameter and rank, nothing to wait for but the
             gradients. "auto": sharded. The weights are the same bits in all of them. No effect with one process.
         sum_ranks_during_backward: whether the host begins to sum a gradient over several processes as soon as all have
-            made it, in the last backward of a step, and not when that is over. Takes from the time that shows; not
-            yet measured on two cards in its present form. The weights are the same bits. Needs
-            `gradient_placement` "host", one node and an x86 CPU; no effect elsewhere, or with one process.
+            made it, in the last backward of a step, and not when that is over, so that less of it shows; not yet
+            measured on two cards in its present form. The weights are the same bits. Needs `gradient_placement`
+            "host", one node and an x86 CPU; no effect elsewhere, or with one process.
         park_policy_during_rollout: whether policy, reference and reward models leave the card while vLLM, in the same
             process, holds it, and vLLM leaves it afterwards (its sleep mode, whatever `vllm_enable_sleep_mode` says).
             Costs 2 bytes of page-locked host memory per weight of a bf16 model and the copies, 0.3 s for 8 GB. "auto":

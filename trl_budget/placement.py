@@ -239,7 +239,9 @@ def early_sums_setting(*, can_sum_early: bool) -> ResolvedSetting:
     name = "sum_ranks_during_backward"
     if can_sum_early:
         return ResolvedSetting(name, "on", "a gradient that all ranks have made is summed over them at once")
-    return ResolvedSetting(name, "off", "needs several processes on one node, gradient_placement='host', an x86 CPU")
+    return ResolvedSetting(
+        name, "off", "needs several processes on one node, optimizer and gradients on the host, an x86 CPU"
+    )
 
 
 def format_table(settings: list[ResolvedSetting], title: str) -> str:

@@ -162,8 +162,8 @@ class SharedGradients(HostGradients):
     def _refuse(self, what: str) -> None:
         self._refusal = self._refusal or (
             f"{what} The {self._ranks.world_size} ranks had begun to sum their gradients, so some would be missing in "
-            "the mean or be counted twice. Call zero_grad() on every rank to drop the step, or set "
-            "gradient_placement='device', which sums when all backwards of a step are over."
+            "the mean or be counted twice. Call zero_grad() on every rank to drop the step. Set "
+            "sum_ranks_during_backward=False, or leave begin_backward out, to sum when all backwards are over."
         )
 
     def reduce(self) -> None:

@@ -202,7 +202,11 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             self.optimizer_cls_and_kwargs = None
 
     def _all_settings(self) -> list[ResolvedSetting]:
-        return [self._placement, self._gradient_placement, *self._describe(), *self._passes, *self._rollout_settings()]
+        rows = [self._placement, self._gradient_placement, *self._describe()]
+        if budget_setting(self.args, "sum_ranks_during_backward"):
+            adamw = self._host_adamw
+            rows.append(early_sums_setting(can_sum_early=adamw is not None and adamw.can_sum_ranks_early))
+        return [*rows, *self._passes, *self._rollout_settings()]
 
     def _describe(self) -> list[ResolvedSetting]:
         parameters = [p for p in self._policy.parameters() if p.requires_grad]
@@ -225,8 +229,6 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             if adamw.world_size > 1:
                 owned = f"this rank steps {adamw.owned_bytes / 2**30:.2f} GiB of masters and moments"
                 rows.append(ResolvedSetting("optimizer_sharding", adamw.sharding, owned))
-            if budget_setting(self.args, "sum_ranks_during_backward"):
-                rows.append(early_sums_setting(can_sum_early=adamw.can_sum_ranks_early))
             rows.append(ResolvedSetting("host memory", f"{host_gib:.2f} GiB", f"{pinned_gib:.2f} GiB page-locked"))
         return rows
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from trainer_programs import run
 
-from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, HostAdamW
+from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, HostAdamW, gradient_norm, rank_sums
 from trl_budget.early_sums import EarlySums
 
 STEPS = 6
@@ -57,6 +57,9 @@ def steps(sharding: str, *, says_so: bool) -> dict[str, Any]:
 
 
 def all_steps(shardings: tuple[str, ...]) -> dict[Any, Any]:
+    """Norms in rows, as of GPU parameters; chunks of another size where sums are early."""
+    gradient_norm.is_measured_in_rows = rank_sums.is_measured_in_rows = lambda _: True
+    rank_sums.CHUNK_ELEMENTS, rank_sums.CHUNK_ELEMENTS_ALONE = (n * gradient_norm.ROW_ELEMENTS for n in (4, 2))
     return {
         (sharding, says_so): steps(sharding, says_so=says_so) for sharding in shardings for says_so in (True, False)
     }

@@ -61,9 +61,9 @@ def test_what_would_be_counted_by_one_rank_only_ends_the_step_on_all_and_the_nex
     first, second = run_ranks(refusals, 2, tmp_path)
     for key in ("backward", "by hand", "begin"):
         assert second[key][0] == "SettingsError"
-        assert "gradient_placement='device'" in second[key][1]
+        assert "sum_ranks_during_backward=False" in second[key][1]
         assert first[key][0] in ("RankError", "SettingsError")
-        assert "gradient_placement='device'" in first[key][1]
+        assert "sum_ranks_during_backward=False" in first[key][1]
     for result in (first, second):
         assert_same(result["weights"], result["expected"])
 
@@ -86,7 +86,7 @@ def test_sums_of_gradients_that_are_not_the_step_s_are_refused_on_all_until_the_
         for name, text, _ in result["errors"]:
             assert name in ("RankError", "SettingsError")
             assert "zero_grad() on every rank" in text
-            assert "gradient_placement='device'" in text
+            assert "sum_ranks_during_backward=False" in text
         assert_same(result["weights"], result["expected"])
 
 
@@ -124,6 +124,9 @@ def test_the_trainer_sums_every_gradient_early_but_in_the_first_backward_and_cha
                 assert_same(result[name, "host", True][key], result[name, "device", True][key])
                 assert_same(result[name, "host", True][key], result[name, "host", False][key])
             assert not result[name, "device", True]["early"] + result[name, "host", False]["early"]
+            assert result[name, "host", True]["settings"]["sum_ranks_during_backward"] == "on"
+            assert result[name, "device", True]["settings"]["sum_ranks_during_backward"] == "off"
+            assert "sum_ranks_during_backward" not in result[name, "host", False]["settings"]
         num_parameters = len(results[0][name, "host", True]["state"])
         per_step = [sum(counts) for counts in zip(*(r[name, "host", True]["early"] for r in results), strict=True)]
         assert per_step == [num_parameters] * len(per_step)

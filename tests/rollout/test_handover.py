@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClas
 from trl import GRPOConfig
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
-from trl_budget.errors import ParkedError, SettingsError, StalePolicyError, WeightSyncError
+from trl_budget.card import Card
+from trl_budget.errors import DeviceMemoryError, ParkedError, SettingsError, StalePolicyError, WeightSyncError
+from trl_budget.residency import Phase
 
 SETTINGS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "max_steps": 3}
 COPYING = {"share_vllm_weights": "off"}
@@ -260,6 +262,25 @@ def test_after_a_failure_the_engine_sleeps_and_the_policy_is_back(
     assert not any(p.isnan().any() for p in trainer.model.parameters())
     trainer.train()  # and goes on
     assert trainer.state.global_step == 3
+
+
+def test_where_the_start_itself_is_refused_the_user_s_model_is_back(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Card._begin
+
+    def refuse_start(self: Card, phase: Phase) -> None:
+        begin(self, phase)
+        if phase == Phase.START:
+            raise DeviceMemoryError("more than the budget")
+
+    monkeypatch.setattr(Card, "_begin", refuse_start)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(DeviceMemoryError, match="more than the budget") as raised:
+        build("unused", tmp_path, trainer_kwargs={"model": model}, **COPYING)  # not a copy of it
+    assert max_difference(dict(model.state_dict()), before) == 0.0
+    del raised  # until now it kept the trainer, which gives the model back when it goes
 
 
 def test_a_policy_that_is_moved_away_from_the_shared_weights_is_named(folder: str, tmp_path: Path) -> None:

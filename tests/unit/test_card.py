@@ -90,9 +90,16 @@ def test_the_update_may_have_what_the_policy_leaves_of_the_budget_and_no_more(ca
     assert card.memory.allocate(15 * GIB)
 
 
-def test_a_rollout_that_is_refused_leaves_a_card_that_can_be_entered_again(card: CappedCard) -> None:
-    outside, card.memory.outside = card.memory.outside, 30 * GIB
-    card._phase = None  # nobody looks at the end of the phase before
+def test_a_rollout_that_is_refused_leaves_a_card_that_can_be_entered_again(
+    card: CappedCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, park = card.memory.outside, card.policy.park
+
+    def park_and_others_come() -> None:
+        park()
+        card.memory.outside = 30 * GIB
+
+    monkeypatch.setattr(card.policy, "park", park_and_others_come)
     with pytest.raises(DeviceMemoryError):
         card.enter(Phase.ROLLOUT)
     assert card.policy.is_parked
