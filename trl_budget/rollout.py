@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,12 @@ from trl_budget.sequence_length import (
 from trl_budget.upstream_engine import EngineProxy
 
 logger = logging.getLogger(__name__)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
 
 
 class Card(Protocol):
@@ -114,6 +121,10 @@ class ColocatedGeneration(VLLMGeneration):
         os.environ["RANK"] = str(accelerator.process_index)
         os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
         os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
+        is_chosen = os.environ.get("MASTER_PORT", "").strip().lower() not in ("", "0", "auto")
+        if accelerator.num_processes == 1 and not is_chosen:
+            # TRL takes 29500 while nobody listens there: two runs that start together take the same.
+            os.environ["MASTER_PORT"] = str(_free_port())
         ensure_master_addr_port()
 
     def _engine_arguments(self) -> dict[str, Any]:

@@ -358,6 +358,20 @@ def test_the_engine_is_built_as_stock_builds_it(folder: str, tmp_path: Path) -> 
     }
 
 
+def test_runs_that_start_at_the_same_time_meet_at_ports_of_their_own(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL takes 29500 where it is free, also when another run has chosen it and does not listen yet."""
+    chosen = []
+    for given in ("", "auto", "29876"):
+        monkeypatch.setenv("MASTER_PORT", given)
+        build(folder, tmp_path)
+        chosen.append(os.environ["MASTER_PORT"])
+    assert "29500" not in chosen[:2] and chosen[0] != chosen[1]
+    assert all(int(port) > 1023 for port in chosen)
+    assert chosen[2] == "29876"
+
+
 def test_what_cannot_be_shared_is_copied_with_the_reason(folder: str, tmp_path: Path) -> None:
     class TensorParallel(HandoverTrainer):
         def _engine_class(self, **arguments: Any) -> FakeLLM:
