@@ -155,7 +155,9 @@ def rounding(model: nn.Module, prompts: list[list[int]], completions: list[list[
     Returns:
         The largest error of a logit, and how many tokens have another largest logit.
     """
-    wide = copy.deepcopy(model).float()
+    with torch.device(next(model.parameters()).device):  # a copy would keep Accelerate's autocast, over the original
+        wide = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32).eval()
+    wide.load_state_dict(model.state_dict())
     error, num_changed = 0.0, 0
     for pair in zip(prompts, completions, strict=True):
         rows, exact = completion_logits(model, *pair), completion_logits(wide, *pair)
