@@ -8,7 +8,7 @@ launch` with `accelerate_configs/ddp_2gpu_pcie.yaml` (`one_card` and `one_card_b
 cards, with `single_gpu.yaml`) in processes of its own. Figures are merged into `--output` as each mode ends, so that
 one file grows over several commands; on two H200 with 32 cores:
 
-    --rows-per-card 128 --modes sharded sharded_early one_card stock             # 9 minutes
+    --rows-per-card 128 --modes sharded one_card stock                           # 6 minutes
     --rows-per-card 32 --modes rank0 one_card_both sharded_24gib replicated      # 4 minutes
 """
 
@@ -47,7 +47,6 @@ MODES: dict[str, dict[str, Any]] = {
     "one_card": PACKED,
     "one_card_both": PACKED,
     "sharded": {**PACKED, "optimizer_sharding": "sharded"},
-    "sharded_early": {**PACKED, "optimizer_sharding": "sharded", "sum_ranks_during_backward": True},
     "stock": {},
     "rank0": {**PACKED, "optimizer_sharding": "rank0"},
     "replicated": {**PACKED, "optimizer_sharding": "replicated"},
@@ -261,10 +260,9 @@ def report(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     modes = found["modes"]
     scaling = dict(found.get("scaling_efficiency", {}))
     one_card = modes.get(f"one_card/rows={args.rows_per_card}")
-    for mode in ("sharded", "sharded_early"):
-        both = modes.get(key := f"{mode}/rows={args.rows_per_card}")
-        if one_card and both and one_card["commit"] == both["commit"]:
-            scaling[key] = one_card["summary"]["update_seconds"] / both["summary"]["update_seconds"]
+    both = modes.get(key := f"sharded/rows={args.rows_per_card}")
+    if one_card and both and one_card["commit"] == both["commit"]:
+        scaling[key] = one_card["summary"]["update_seconds"] / both["summary"]["update_seconds"]
     return {
         "device": {**machine(), "num_gpus": torch.cuda.device_count(), "nccl": "NCCL_P2P_DISABLE=1"},
         "versions": {name: version(name) for name in ("torch", "trl", "transformers", "accelerate")},

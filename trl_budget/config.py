@@ -27,7 +27,7 @@ from trl_budget.placement import (
 from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
 from trl_budget.rollout_policy import PARK_POLICY, SHARE_WEIGHTS, VERIFY_SYNC, check_choice
 from trl_budget.row_layout import PADDING_FREE, check_lm_head_chunk_size, check_max_tokens, check_padding_free
-from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding, check_sum_ranks_during_backward
+from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding
 
 
 @dataclass
@@ -74,10 +74,6 @@ class BudgetGRPOConfig(GRPOConfig):
             each rank's gradients. "rank0": the first rank of each node all of them; the others only sum gradients.
             "replicated": every rank all of them, 16 bytes per parameter and rank, nothing to wait for but the
             gradients. "auto": sharded. The weights are the same bits in all of them. No effect with one process.
-        sum_ranks_during_backward: whether the host begins to sum a gradient over several processes as soon as all have
-            made it, in the last backward of a step, and not when that is over, so that less of it shows; not yet
-            measured on two cards in its present form. The weights are the same bits. Needs `gradient_placement`
-            "host", one node and an x86 CPU; no effect elsewhere, or with one process.
         park_policy_during_rollout: whether policy, reference and reward models leave the card while vLLM, in the same
             process, holds it, and vLLM leaves it afterwards (its sleep mode, whatever `vllm_enable_sleep_mode` says).
             Costs 2 bytes of page-locked host memory per weight of a bf16 model and the copies, 0.3 s for 8 GB. "auto":
@@ -169,13 +165,6 @@ class BudgetGRPOConfig(GRPOConfig):
         },
     )
 
-    sum_ranks_during_backward: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether gradients are summed over several processes while the last backward of a step runs, not "
-            "after it."
-        },
-    )
     park_policy_during_rollout: str = field(
         default="auto",
         metadata={
@@ -232,7 +221,6 @@ class BudgetGRPOConfig(GRPOConfig):
         check_padding_free(self.padding_free)
         check_reuse(self.reuse_old_logprobs)
         check_optimizer_sharding(self.optimizer_sharding)
-        check_sum_ranks_during_backward(self.sum_ranks_during_backward)
         check_choice("park_policy_during_rollout", self.park_policy_during_rollout, PARK_POLICY)
         check_choice("share_vllm_weights", self.share_vllm_weights, SHARE_WEIGHTS)
         check_choice("verify_weight_sync", self.verify_weight_sync, VERIFY_SYNC)

@@ -52,12 +52,6 @@ class GradientCollector(Protocol):
     def discard(self) -> None:
         """As `wait`, for accumulators whose content will be dropped."""
 
-    def is_summed(self, slot: ParameterSlot) -> bool:
-        """Whether nothing of the slot is under way and nothing of any has failed. From any thread."""
-
-    def run_in_turn(self, work: Callable[[], None]) -> None:
-        """Runs `work` where gradients are summed, after those taken before, and returns when it is done."""
-
 
 class GradientAccumulator:
     """Leaves gradients where they are until their backward ends, then moves all of them, and returns when it is done.
@@ -93,14 +87,6 @@ class GradientAccumulator:
 
     def discard(self) -> None:
         """Nothing is under way once `collect` has returned."""
-
-    def is_summed(self, slot: ParameterSlot) -> bool:
-        """Nothing is under way once `collect` has returned."""
-        return True
-
-    def run_in_turn(self, work: Callable[[], None]) -> None:
-        """Here and now."""
-        work()
 
     @torch.no_grad()
     def collect(self, slots: Sequence[ParameterSlot]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,10 +80,6 @@ class _Progress:
         with self._changed:
             self._ring.give_back(space)
             self._changed.notify_all()
-
-    def is_finished(self, slot_id: int) -> bool:
-        with self._changed:
-            return self.error is None and slot_id not in self._num_open
 
     def wait(self, slot_id: int | None = None) -> None:
         """Blocks until nothing of the slot, or of any slot, is under way."""
@@ -232,14 +228,6 @@ class GradientStream:
             self._report_error()
         finally:
             self._progress.error, self._progress.is_error_reported = None, False
-
-    def is_summed(self, slot: ParameterSlot) -> bool:
-        """Whether nothing of the slot is under way and nothing of any has failed. From any thread."""
-        return self._progress.is_finished(id(slot))
-
-    def run_in_turn(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the host threads, after the sums of what was sent before, and returns when it is done."""
-        self._threads.submit(work).result()
 
     def discard(self) -> None:
         """Blocks until nothing is under way any more; an error that has been reported already is forgotten.

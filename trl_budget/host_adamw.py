@@ -214,8 +214,7 @@ class HostAdamW(torch.optim.Optimizer):
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The fp32 host gradient summed so far, clipping included, or None. Valid until the next backward or step.
 
-        With several ranks, this rank's own sum; once clipped or measured, the mean over all ranks. After the backward
-        that `begin_backward` said was the last, it is the mean already where this rank has begun to sum it.
+        With several ranks, this rank's own sum; once clipped or measured, the mean over all ranks.
         """
         self._collect_gradients()
         return self._gradients.of(self._slots[parameter])
@@ -249,21 +248,6 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _on_backward_end(self) -> None:
         self._gradients.on_backward_end(self._build_slots())
-
-    @property
-    def can_sum_ranks_early(self) -> bool:
-        """Whether `begin_backward` may have an effect here."""
-        return self._gradients.can_sum_early
-
-    def begin_backward(self, *, is_last: bool) -> None:
-        """Says that a backward is about to begin; optional, and only where it is known.
-
-        Args:
-            is_last: it is the last one before `clip_grad_norm_` and `step()`. Several ranks then begin to sum a
-                gradient over each other as soon as it is made. All ranks must say so in the same step, and a step
-                that one drops with `zero_grad` must be dropped by all: ranks that differ raise when it is reduced.
-        """
-        self._gradients.begin_backward(is_last=is_last)
 
     # Stepping
 

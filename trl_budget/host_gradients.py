@@ -48,14 +48,6 @@ class HostGradients:
             self._norm = None
             self.collector.on_gradient(slot)
 
-    @property
-    def can_sum_early(self) -> bool:
-        """Whether sums over ranks may begin before the last backward has ended."""
-        return False
-
-    def begin_backward(self, *, is_last: bool) -> None:
-        """A backward begins, the last one of the step or not."""
-
     def drain(self) -> None:
         """Moves every pending `parameter.grad` to its accumulator and waits for what is under way.
 

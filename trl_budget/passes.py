@@ -37,10 +37,6 @@ class LossOwner(Protocol):
         """TRL's loss of a stock micro-batch whose log-probs and entropies are known. Appends to the metrics."""
         ...
 
-    def begin_backward(self, *, is_last: bool) -> None:
-        """A backward is about to begin, the last one of the optimizer step or not."""
-        ...
-
     def without_traces(self) -> Any:
         """A context in which `loss_of` leaves no metric and no state behind."""
         ...
@@ -112,7 +108,6 @@ class WindowPasses:
             is_last = index == len(passes) - 1
             with nullcontext() if is_last else self._owner.accelerator.no_sync(model):
                 loss = self._pass(model, rows, calls[index], keeps_metrics=is_single)
-                self._owner.begin_backward(is_last=is_last and self._syncs)
                 if not is_last:
                     self._owner.accelerator.backward(loss)
         with torch.no_grad():

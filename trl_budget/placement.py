@@ -234,16 +234,6 @@ def resolve_gradient_placement(
     return ResolvedSetting(name, "device", f"the {device_type} is where the sums are made, nothing has to leave")
 
 
-def early_sums_setting(*, can_sum_early: bool) -> ResolvedSetting:
-    """What came of `sum_ranks_during_backward=True`."""
-    name = "sum_ranks_during_backward"
-    if can_sum_early:
-        return ResolvedSetting(name, "on", "a gradient that all ranks have made is summed over them at once")
-    return ResolvedSetting(
-        name, "off", "needs several processes on one node, optimizer and gradients on the host, an x86 CPU"
-    )
-
-
 def format_table(settings: list[ResolvedSetting], title: str) -> str:
     """The table as text: one row per setting, with its reason."""
     name_width = max(len(setting.name) for setting in settings)

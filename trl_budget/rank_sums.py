@@ -19,8 +19,6 @@ from trl_budget.shared_state import SharedSlot
 
 # Whole rows of the norm. What is summed stays in cache until it is measured; shorter chunks wait for Python's lock.
 CHUNK_ELEMENTS = 2**20
-# On one thread with all cores nobody else computes while it is in Python.
-CHUNK_ELEMENTS_ALONE = 2**22
 _Sum = tuple[Tensor, list[Tensor], Tensor | None]  # target, what to add, where the norms of its rows go
 
 
@@ -44,23 +42,16 @@ class RankSums:
 
     def run(self, sums: Iterable[tuple[SharedSlot, Sequence[Tensor]]]) -> None:
         """Sums each slot over the given accumulators, which are those of ranks in their order."""
-        chunks = [chunk for slot, peers in sums for chunk in self._sums_of(slot, peers, CHUNK_ELEMENTS)]
-        self._threads.run(self._sum_chunk, chunks)
+        self._threads.run(self._sum_chunk, [chunk for slot, peers in sums for chunk in self._sums_of(slot, peers)])
 
-    def run_here(self, sums: Iterable[tuple[SharedSlot, Sequence[Tensor]]]) -> None:
-        """As `run`, on the calling thread and its cores."""
-        for slot, peers in sums:
-            for chunk in self._sums_of(slot, peers, CHUNK_ELEMENTS_ALONE):
-                self._sum_chunk(chunk)
-
-    def _sums_of(self, slot: SharedSlot, peers: Sequence[Tensor], num_elements: int) -> Iterator[_Sum]:
+    def _sums_of(self, slot: SharedSlot, peers: Sequence[Tensor]) -> Iterator[_Sum]:
         """What is to be summed for one slot, cut here: a thread that cuts holds up the others at Python's lock."""
-        targets = slot.peers[slot.reducer].view(-1).split(num_elements)
-        parts = [peer.view(-1).split(num_elements) for peer in peers]
+        targets = slot.peers[slot.reducer].view(-1).split(CHUNK_ELEMENTS)
+        parts = [peer.view(-1).split(CHUNK_ELEMENTS) for peer in peers]
         norms: Iterable[Tensor | None] = itertools.repeat(None)
         if is_measured_in_rows(slot.parameter) and self._ranks.num_nodes == 1:
             self.row_norms[slot] = torch.empty(num_rows(slot.peers[slot.reducer]))
-            norms = self.row_norms[slot].split(num_elements // ROW_ELEMENTS)
+            norms = self.row_norms[slot].split(CHUNK_ELEMENTS // ROW_ELEMENTS)
         for chunk, (target, of_chunk) in enumerate(zip(targets, norms, strict=False)):
             yield target, [part[chunk] for part in parts], of_chunk
 

@@ -27,19 +27,6 @@ def check_optimizer_sharding(requested: str) -> None:
         )
 
 
-def check_sum_ranks_during_backward(requested: bool) -> None:
-    """Refuses anything but True and False: a word would be true.
-
-    Raises:
-        SettingsError: names the value.
-    """
-    if not isinstance(requested, bool):
-        raise SettingsError(
-            f"sum_ranks_during_backward={requested!r} is neither True nor False. It says whether gradients are summed "
-            "over the ranks before the last backward of a step has ended. Set it to True or False."
-        )
-
-
 def resolve_optimizer_sharding(requested: str, num_ranks: int) -> str:
     """What the field stands for on a node with `num_ranks` ranks; one rank owns everything, whatever was asked."""
     check_optimizer_sharding(requested)

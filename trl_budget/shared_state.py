@@ -34,8 +34,6 @@ class SharedSlot(ParameterSlot):
         stepper: local rank that does, where it is not this one.
         progress: int64 scalar, shared: the number of the last step whose result is in the masters; negative where its
             stepper failed in that step.
-        finals: int64 scalars, shared, one for each rank of this node: the number of the step in which the rank has
-            all of its gradient in its accumulator, as far as it has said so (`early_sums.py`).
         reduced: the mean gradient over all ranks, from the reduction to the end of the step; fp32, shared.
     """
 
@@ -44,7 +42,6 @@ class SharedSlot(ParameterSlot):
     is_stepped_here: bool = True
     stepper: int = 0
     progress: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    finals: tuple[Tensor, ...] = ()
     reduced: Tensor | None = None
     is_reduced: bool = False
 
@@ -128,9 +125,6 @@ class SharedHostState(HostState):
             for rank in range(self._ranks.local_world_size)
         ]
         progress = self._memory.slab(8 * len(parameters), pin=False, purpose="step counters").view(torch.int64)
-        num_ranks = self._ranks.local_world_size
-        num_finals = len(parameters) * num_ranks
-        finals = self._memory.slab(8 * num_finals, pin=False, purpose="sum counters").view(torch.int64)
         self._share_masters(parameters, masters, accumulators[0])
         owners = assign_owners([p.numel() for p in parameters], self._ranks.local_world_size)
         return {
@@ -147,15 +141,8 @@ class SharedHostState(HostState):
                 is_stepped_here=self._steps(owner),
                 stepper=0 if self._sharding == "rank0" else owner,
                 progress=counter,
-                finals=of_ranks.unbind(),
             )
-            for p, owner, counter, of_ranks in zip(
-                parameters,
-                owners,
-                progress[: len(parameters)].unbind(),
-                finals[:num_finals].view(-1, num_ranks).unbind(),
-                strict=True,
-            )
+            for p, owner, counter in zip(parameters, owners, progress[: len(parameters)].unbind(), strict=True)
         }
 
     def _steps(self, owner: int) -> bool:

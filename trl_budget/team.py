@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import select
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ import torch
 from torch.nn import Parameter
 
 from trl_budget.compute_weights import checksums
-from trl_budget.early_sums import HAS_ORDERED_STORES
 from trl_budget.errors import RankError, SettingsError
 from trl_budget.grad_offload import GradientCollector
 from trl_budget.host_gradients import HostGradients
@@ -30,6 +30,8 @@ from trl_budget.sharding import check_optimizer_sharding, resolve_optimizer_shar
 from trl_budget.shared_state import SharedHostState, SharedSlabs, SharedSlot, check_same_parameters
 
 POLL_SECONDS = 2e-4
+# Counters and masters are plain stores, which other cores see in program order on x86 only.
+HAS_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 
 
 class Arrivals:

@@ -216,7 +216,6 @@ class TokenBudgetTrainer(GRPOTrainer):
         ends_window = self.accelerator.sync_gradients
         if self._pass_settings is None or return_outputs:
             loss = self._whole_loss(model, inputs, return_outputs, num_items_in_batch)
-            self.begin_backward(is_last=ends_window)
         else:
             self._pending.append(inputs)
             if not (ends_generation or ends_window):
@@ -260,9 +259,6 @@ class TokenBudgetTrainer(GRPOTrainer):
             return super().compute_loss(model, inputs)
         finally:
             self._served = None
-
-    def begin_backward(self, *, is_last: bool) -> None:
-        """See `passes.LossOwner`."""
 
     @contextmanager
     def without_traces(self) -> Iterator[None]:

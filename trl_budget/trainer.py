@@ -30,7 +30,6 @@ from trl_budget.pinned import ParameterSlabs, host_slab_bytes
 from trl_budget.placement import (
     IMPLEMENTATION_OF_OPTIM,
     ResolvedSetting,
-    early_sums_setting,
     format_table,
     resolve_gradient_placement,
     resolve_optimizer_placement,
@@ -202,11 +201,7 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             self.optimizer_cls_and_kwargs = None
 
     def _all_settings(self) -> list[ResolvedSetting]:
-        rows = [self._placement, self._gradient_placement, *self._describe()]
-        if budget_setting(self.args, "sum_ranks_during_backward"):
-            adamw = self._host_adamw
-            rows.append(early_sums_setting(can_sum_early=adamw is not None and adamw.can_sum_ranks_early))
-        return [*rows, *self._passes, *self._rollout_settings()]
+        return [self._placement, self._gradient_placement, *self._describe(), *self._passes, *self._rollout_settings()]
 
     def _describe(self) -> list[ResolvedSetting]:
         parameters = [p for p in self._policy.parameters() if p.requires_grad]
@@ -275,11 +270,6 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self._gradient_placement = ResolvedSetting(self._gradient_placement.name, "device", reason)
         self.resolved_settings = self._all_settings()
         logger.warning("optimizer_placement is now 'device': %s", reason)
-
-    def begin_backward(self, *, is_last: bool) -> None:
-        """See `passes.LossOwner`; gradients may then be summed over the ranks while the last backward runs."""
-        if self._host_adamw is not None:
-            self._host_adamw.begin_backward(is_last=is_last and budget_setting(self.args, "sum_ranks_during_backward"))
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """As transformers 5.24: clips to `max_grad_norm` and returns the norm before, on the host."""

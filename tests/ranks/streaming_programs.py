@@ -86,6 +86,57 @@ def interrupted(sharding: str) -> dict[str, Any]:
     return {**result, "weights": bits(parameters), "steps": optimizer.state[parameters[0]]["step"].item()}
 
 
+def with_and_without_drop(placement: str, set_to_none: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    return dropped(placement, set_to_none), undropped(placement)
+
+
+def dropped(placement: str, set_to_none: bool) -> dict[str, Any]:
+    """A look at the gradient between two backwards; a step dropped after its clip and a late gradient; the next."""
+    optimizer, parameters = optimizer_of(placement)
+    unequal_backward(parameters, 0)
+    looked = bits([optimizer.gradient(p) for p in parameters])
+    unequal_backward(parameters, 1)
+    optimizer.step()
+    unequal_backward(parameters, 2)
+    optimizer.clip_grad_norm_(1.0)
+    if dist.get_rank() == 1:
+        parameters[0].grad = torch.ones_like(parameters[0])  # by hand: no hook sees it
+    late = error_of(optimizer.step)
+    parameters[0].grad = None
+    optimizer.zero_grad(set_to_none=set_to_none)
+    left = [None if (gradient := optimizer.gradient(p)) is None else gradient.clone() for p in parameters]
+    unequal_backward(parameters, 3)
+    optimizer.step()
+    return {"looked": looked, "late": late, "left": left, "weights": bits(parameters)}
+
+
+def undropped(placement: str) -> dict[str, Any]:
+    """The steps that `dropped` makes and does not drop, and what this rank's first gradient is."""
+    optimizer, parameters = optimizer_of(placement)
+    own = [gradient.bfloat16().float() for gradient in unequal_gradients(parameters, 0)]
+    for numbers in ((0, 1), (3,)):
+        for number in numbers:
+            unequal_backward(parameters, number)
+        optimizer.step()
+    return {"own": own, "weights": bits(parameters)}
+
+
+def optimizer_of(placement: str) -> tuple[HostAdamW, list[Parameter]]:
+    parameters = parameters_of(dtype=torch.bfloat16)
+    optimizer = HostAdamW(parameters, lr=LEARNING_RATE, gradient_placement=placement)
+    if placement == "host":
+        small_ring(optimizer)
+    return optimizer, parameters
+
+
+def unequal_gradients(parameters: list[Parameter], number: int) -> list[Tensor]:
+    return [(1 + dist.get_rank()) * gradient for gradient in same_gradients(parameters, number)]
+
+
+def unequal_backward(parameters: list[Parameter], number: int) -> None:
+    backward(parameters, unequal_gradients(parameters, number))
+
+
 def with_failing_thread(optimizer: HostAdamW, parameters: list[Parameter], call: Callable[[], Any]) -> None:
     """A backward whose sums fail on rank 1, then `call`."""
     sender = FailingSender() if dist.get_rank() == 1 else HostSender()

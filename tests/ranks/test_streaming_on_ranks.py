@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 from rank_launcher import run_ranks
-from streaming_programs import BUDGETS, PLACEMENTS, SHARDINGS, budgets, interrupted, steps, trained, unequal_cards
+from streaming_programs import (
+    BUDGETS,
+    PLACEMENTS,
+    SHARDINGS,
+    budgets,
+    interrupted,
+    steps,
+    trained,
+    unequal_cards,
+    with_and_without_drop,
+)
 from tiny import max_difference
 
 Results = list[dict[Any, Any]]
@@ -65,6 +75,21 @@ def test_late_gradients_and_errors_of_a_host_thread_reach_every_rank(tmp_path: A
         assert second[call][0] == "HostThreadError" and first[call][0] == "RankError"
         assert "Rank 1 failed" in first[call][1] and "HostThreadError" in first[call][1]
     assert_same(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_step_that_is_dropped_after_its_reduction_leaves_nothing_behind(
+    tmp_path: Any, placement: str, set_to_none: bool
+) -> None:
+    results = run_ranks(with_and_without_drop, 2, tmp_path, placement, set_to_none)
+    first, second = (dropped["late"] for dropped, _ in results)
+    assert first[0] == "RankError" and "Rank 1 failed" in first[1]
+    assert second[0] == "SettingsError" and "clip_grad_norm_" in second[1]
+    for dropped, expected in results:
+        assert_same(dropped["looked"], expected["own"])
+        assert all(g is None if set_to_none else not g.any() for g in dropped["left"])
+        assert_same(dropped["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("case", ["accumulation", "whole script"])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny import BASE_SETTINGS
 
-from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, HostAdamW, SettingsError
+from trl_budget import BudgetGRPOConfig, HostAdamW, SettingsError
 from trl_budget.checkpoints import without_optimizer
-from trl_budget.placement import early_sums_setting
 from trl_budget.ranks import NodeLayout, node_name
 from trl_budget.sharding import resolve_optimizer_sharding
 from trl_budget.shared_state import SharedSlot
@@ -67,26 +65,6 @@ def test_an_unknown_sharding_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(SettingsError, match=r"'zero3'.*auto, replicated, rank0, sharded"):
             build()
-
-
-def test_whether_ranks_are_summed_during_backward_is_true_or_false(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="sum_ranks_during_backward='off' is neither True nor False"):
-        BudgetGRPOConfig(str(tmp_path), sum_ranks_during_backward="off", **BASE_SETTINGS)
-    assert early_sums_setting(can_sum_early=True).value == "on"
-    assert early_sums_setting(can_sum_early=False).value == "off"
-
-
-@pytest.mark.parametrize("is_asked_for", [True, False])
-def test_the_optimizer_hears_of_every_backward_so_that_the_setting_may_change(
-    is_asked_for: bool, tmp_path: Path
-) -> None:
-    heard: list[bool] = []
-    optimizer = SimpleNamespace(begin_backward=lambda *, is_last: heard.append(is_last))
-    config = BudgetGRPOConfig(str(tmp_path), sum_ranks_during_backward=is_asked_for, **BASE_SETTINGS)
-    trainer: Any = SimpleNamespace(args=config, _host_adamw=optimizer)
-    for is_last in (False, True):
-        BudgetGRPOTrainer.begin_backward(trainer, is_last=is_last)
-    assert heard == [False, is_asked_for]
 
 
 def test_one_rank_owns_everything_whatever_was_asked() -> None:
