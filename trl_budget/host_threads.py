@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -38,6 +39,11 @@ THREAD_NAME = "trl-budget-host"
 MAX_STEP_THREADS = 4
 MIN_CORES_PER_STEP_THREAD = 4
 POLL_SECONDS = 5e-3
+# Folder and files of a container's limit of CPU time, of cgroup versions 2 and 1.
+_CGROUPS = (
+    (Path("/sys/fs/cgroup"), "cpu.max"),
+    (Path("/sys/fs/cgroup/cpu"), "cpu.cfs_quota_us", "cpu.cfs_period_us"),
+)
 _start_lock = threading.Lock()  # starting threads changes a setting of the whole process for a moment
 
 
@@ -154,15 +160,16 @@ class ThreadScratch(threading.local):
 def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: int | None = None) -> int:
     """How many cores this process may keep busy.
 
-    `TRL_BUDGET_HOST_THREADS` if it is set. Otherwise the cores that the process may run on, split between the
-    processes on this machine (`LOCAL_WORLD_SIZE`), or `OMP_NUM_THREADS` if that is less. The 1 that torchrun sets for
-    every process, and `accelerate launch` for a single one too, is not taken for a wish: it is named in a warning.
+    `TRL_BUDGET_HOST_THREADS` if it is set. Otherwise the cores that the process may run on, or those that its
+    container's limit of CPU time is worth, split between the processes on this machine (`LOCAL_WORLD_SIZE`), or
+    `OMP_NUM_THREADS` if that is less. The 1 that torchrun sets for every process, and `accelerate launch` for a single
+    one too, is not taken for a wish: it is named in a warning.
     Taken for one, the update of 128 rollouts by one H200 took 32 s, where two took 14 s for twice as many
     (benchmarks/results/two_gpus_second.json).
 
     Args:
         environment: environment variables.
-        num_cores: cores of the process; its CPU affinity when None.
+        num_cores: cores of the process; when None, its CPU affinity or its container's limit.
 
     Raises:
         SettingsError: `TRL_BUDGET_HOST_THREADS` is no such number.
@@ -174,7 +181,7 @@ def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: in
                 f"Set {THREADS_VARIABLE} to such a number, or unset it."
             )
         return int(own)
-    num_cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
+    num_cores = _usable_cores() if num_cores is None else num_cores
     num_local_ranks = max(1, int(environment.get("LOCAL_WORLD_SIZE", "1")))
     share = max(1, num_cores // num_local_ranks)
     wished = environment.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -192,6 +199,27 @@ def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: in
         )
         return share
     return min(share, int(wished))
+
+
+def container_cores(folder: Path, *files: str) -> int | None:
+    """Whole cores that a container's limit of CPU time is worth, at least 1; None without a limit.
+
+    A container of 8 cores on a machine of 64 may run on all 64, until its time of a period is used up; then all of its
+    threads stand still, the one that feeds the GPU too.
+
+    Args:
+        folder: the cgroup's folder.
+        files: names of those that hold the time and the period, in microseconds.
+    """
+    if not all((folder / name).exists() for name in files):
+        return None
+    quota, period = " ".join((folder / name).read_text() for name in files).split()
+    return max(1, int(quota) // int(period)) if quota.isdigit() else None
+
+
+def _usable_cores() -> int:
+    limits = [container_cores(*cgroup) for cgroup in _CGROUPS]
+    return min([len(os.sched_getaffinity(0)), *(cores for cores in limits if cores is not None)])
 
 
 @functools.cache

@@ -7,7 +7,7 @@ Under `auto`, what host placement cannot serve is trained as stock TRL does, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trl_budget.errors import SettingsError
 
@@ -232,6 +232,15 @@ def resolve_gradient_placement(
     if device_type == "cuda":
         return ResolvedSetting(name, "host", "gradients leave and are summed in fp32 while backward runs")
     return ResolvedSetting(name, "device", f"the {device_type} is where the sums are made, nothing has to leave")
+
+
+def with_departures(setting: ResolvedSetting, num_micro_batches: int) -> ResolvedSetting:
+    """The setting, which tells of gradients that leave the device once for each of several micro-batches."""
+    if setting.value != "host" or num_micro_batches == 1:
+        return setting
+    return replace(
+        setting, reason=f"{setting.reason}; all of them {num_micro_batches} times a step, once a micro-batch"
+    )
 
 
 def format_table(settings: list[ResolvedSetting], title: str) -> str:

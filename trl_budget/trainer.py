@@ -25,6 +25,7 @@ from trl_budget.colocated import ColocatedTrainer
 from trl_budget.config import BudgetGRPOConfig, budget_setting
 from trl_budget.errors import SettingsError
 from trl_budget.host_adamw import HostAdamW
+from trl_budget.host_threads import num_host_cores
 from trl_budget.master_weights import capture_master_weights, fp32_checkpoint_weights
 from trl_budget.pinned import ParameterSlabs, host_slab_bytes
 from trl_budget.placement import (
@@ -33,6 +34,7 @@ from trl_budget.placement import (
     format_table,
     resolve_gradient_placement,
     resolve_optimizer_placement,
+    with_departures,
 )
 from trl_budget.team import join_team
 from trl_budget.version import __version__
@@ -201,7 +203,9 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             self.optimizer_cls_and_kwargs = None
 
     def _all_settings(self) -> list[ResolvedSetting]:
-        return [self._placement, self._gradient_placement, *self._describe(), *self._passes, *self._rollout_settings()]
+        num_micro_batches = self.args.gradient_accumulation_steps if self._pass_settings is None else 1
+        gradients = with_departures(self._gradient_placement, num_micro_batches)
+        return [self._placement, gradients, *self._describe(), *self._passes, *self._rollout_settings()]
 
     def _describe(self) -> list[ResolvedSetting]:
         parameters = [p for p in self._policy.parameters() if p.requires_grad]
@@ -220,7 +224,9 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             adamw = self._host_adamw
             host_gib, pinned_gib = (n / 2**30 for n in (adamw.host_bytes, host_slab_bytes(pinned_only=True)))
             implementation = f"HostAdamW, {adamw.implementation}"
-            rows.append(ResolvedSetting("optimizer", implementation, "torch's own AdamW arithmetic, on the CPU"))
+            cores = "1 core" if num_host_cores() == 1 else f"{num_host_cores()} cores"
+            where = f"torch's own AdamW arithmetic, on {cores} of the CPU"
+            rows.append(ResolvedSetting("optimizer", implementation, where))
             if adamw.world_size > 1:
                 owned = f"this rank steps {adamw.owned_bytes / 2**30:.2f} GiB of masters and moments"
                 rows.append(ResolvedSetting("optimizer_sharding", adamw.sharding, owned))

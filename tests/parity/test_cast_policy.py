@@ -190,7 +190,9 @@ def test_gradients_that_leave_during_backward_train_as_gradients_that_leave_at_i
         return trainer
 
     streamed, at_the_end = trained("auto"), trained("device")
-    assert [row.value for row in streamed.resolved_settings if row.name == "gradient_placement"] == ["host"]
+    [row] = [row for row in streamed.resolved_settings if row.name == "gradient_placement"]
+    assert row.value == "host"
+    assert ("2 times a step" in row.reason) == (settings.get("gradient_accumulation_steps") == 2)
     assert comparable_log(streamed) == comparable_log(at_the_end)
     for name, master in masters(at_the_end).items():
         assert torch.equal(masters(streamed)[name], master), name

@@ -19,6 +19,7 @@ from trl_budget.host_threads import (
     HostThreads,
     ThreadScratch,
     background_thread,
+    container_cores,
     host_thread_count,
     step_threads,
 )
@@ -178,6 +179,36 @@ def test_scratch_is_kept_from_call_to_call() -> None:
 )
 def test_the_number_of_threads_follows_the_environment(environment: dict[str, str], expected: int) -> None:
     assert host_thread_count(environment, num_cores=16) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "800000 100000\n"}, 8),
+        ({"cpu.max": "750000 100000\n"}, 7),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_container_allows_the_whole_cores_of_its_cpu_time(
+    tmp_path: Path, files: dict[str, str], expected: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    names = list(files) or ["cpu.max"]
+    assert container_cores(tmp_path, *names) == expected
+
+
+def test_a_containers_cpu_time_counts_where_it_is_less_than_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    for allowed, expected in ((8, 8), (100, 64), (None, 64)):
+        monkeypatch.setattr("trl_budget.host_threads.container_cores", lambda *_, allowed=allowed: allowed)
+        assert host_thread_count({}) == expected
+        assert host_thread_count({"LOCAL_WORLD_SIZE": "2"}) == expected // 2
 
 
 def test_accelerate_launch_of_one_process_is_recognized() -> None:

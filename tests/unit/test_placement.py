@@ -13,6 +13,7 @@ from trl_budget.placement import (
     format_table,
     resolve_gradient_placement,
     resolve_optimizer_placement,
+    with_departures,
 )
 
 # facts that differ from a servable run, words of the reason, words of the remedy
@@ -160,6 +161,12 @@ def test_gradients_go_where_the_optimizer_reads_them(
     setting = resolve_gradient_placement(requested, optimizer, device_type, given)
     assert (setting.name, setting.value) == ("gradient_placement", expected)
     assert reason in setting.reason
+
+
+@pytest.mark.parametrize(("value", "count", "says"), [("host", 16, True), ("host", 1, False), ("device", 16, False)])
+def test_gradients_that_leave_once_a_micro_batch_are_counted(value: str, count: int, says: bool) -> None:
+    setting = with_departures(ResolvedSetting("gradient_placement", value, "because"), count)
+    assert setting.reason == "because" + "; all of them 16 times a step, once a micro-batch" * says
 
 
 def test_gradients_on_the_host_are_refused_where_the_optimizer_is_on_the_device() -> None:
