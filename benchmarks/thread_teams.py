@@ -6,7 +6,8 @@ A team's operation ends when its slowest thread has done its equal part. With tw
 have to wait for the other team's turn to end, while the threads that are done spin and keep their cores: the shorter
 the operation, the more it costs. Each team is a process of its own, since within a process libgomp spins less once it
 has more threads than cores; two ranks do not know of each other's, nor did the teams of one rank, which together were
-fewer than the cores of the machine. `fp32 + fp32` in place, in blocks of `--blocks`, in the same five seconds.
+fewer than the cores of the machine. Beside a busy process of one thread the same happens; `OMP_WAIT_POLICY=PASSIVE`
+lets threads that are done sleep. `fp32 + fp32` in place, in blocks of `--blocks`, in the same five seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,11 +52,23 @@ def elements_per_second(cores: int, block: int, start: float) -> float:
     return count / (time.perf_counter() - began)
 
 
-def measure(teams: int, cores: int, block: int) -> list[float]:
+def measure(teams: int, cores: int, block: int, *, is_passive: bool = False) -> list[float]:
     """Elements per second of each of `teams` processes of `cores` threads, which run at the same time."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"} if is_passive else None
     command = [sys.executable, __file__, "--team", str(cores), str(block), str(time.time() + SECONDS_TO_START)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(teams)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(teams)]
     return [float(process.communicate()[0].splitlines()[-1]) for process in started]
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """A process that keeps one core busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def main() -> None:
@@ -67,14 +83,18 @@ def main() -> None:
         cores, block, start = args.team
         print(elements_per_second(int(cores), int(block), float(start)))
         return
-    rows = []
+    rows: list[dict[str, Any]] = []
     for block in args.blocks:
         row = {
             "block_elements": block,
             "one_team_of_all": measure(1, args.cores, block),
             "two_teams_of_all": measure(2, args.cores, block),
             "two_teams_of_half": measure(2, max(1, args.cores // 2), block),
+            "one_team_passive": measure(1, args.cores, block, is_passive=True),
         }
+        with busy_process():
+            row["one_team_beside_a_busy_process"] = measure(1, args.cores, block)
+            row["one_team_passive_beside_a_busy_process"] = measure(1, args.cores, block, is_passive=True)
         rows.append(row)
         figures = (f"{name} {sum(row[name]) / 1e9:.3f}" for name in row if name != "block_elements")
         print(f"blocks of {block:,}: " + ", ".join(figures) + " G elements/s in all", flush=True)

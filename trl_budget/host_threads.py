@@ -6,8 +6,8 @@ others keep the memory busy. Stepping 3.1 B parameters with 16 cores took 1.39 s
 cores, 0.92 on four of four, and 1.83 on sixteen of one, which take turns at the interpreter's lock
 (benchmarks/results/host_step.json). `background_thread`: one thread, while the caller queues work for the GPU. It
 leaves one core free: OpenMP cuts an operation into equal parts, and a part that shares its core holds up all of them.
-Neither kind works while the other does: two teams of threads that use all cores at a time add 0.3 to 1.6 G elements a
-second on two cores, where one adds 3.5 (benchmarks/results/thread_teams.json).
+Neither kind works while the other does: two teams of threads that use all cores at a time add 0.3 to 1.4 G elements a
+second on two cores, where one adds 2.7 to 3.2 (benchmarks/results/thread_teams.json).
 The bits do not depend on who takes which block: blocks are disjoint, and what is done to each is elementwise.
 """
 
