@@ -23,6 +23,7 @@ from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 from trl_budget.card import Card
 from trl_budget.errors import DeviceMemoryError, ParkedError, SettingsError, StalePolicyError, WeightSyncError
 from trl_budget.residency import Phase
+from trl_budget.rollout import ColocatedGeneration
 
 SETTINGS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "max_steps": 3}
 COPYING = {"share_vllm_weights": "off"}
@@ -370,6 +371,20 @@ def test_runs_that_start_at_the_same_time_meet_at_ports_of_their_own(
     assert "29500" not in chosen[:2] and chosen[0] != chosen[1]
     assert all(int(port) > 1023 for port in chosen)
     assert chosen[2] == "29876"
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_several_ranks_meet_at_one_port(monkeypatch: pytest.MonkeyPatch, num_processes: int) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    given = []
+    monkeypatch.setattr(
+        "trl_budget.rollout.ensure_master_addr_port", lambda: given.append(os.environ["MASTER_PORT"] != "")
+    )
+    generation = ColocatedGeneration.__new__(ColocatedGeneration)
+    generation.accelerator = SimpleNamespace(process_index=0, local_process_index=0, num_processes=num_processes)
+    generation._set_environment()
+    assert given == [num_processes == 1], "TRL's choice is the same on every rank, one of ours is not"
 
 
 def test_what_cannot_be_shared_is_copied_with_the_reason(folder: str, tmp_path: Path) -> None:
