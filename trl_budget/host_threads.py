@@ -39,11 +39,6 @@ THREAD_NAME = "trl-budget-host"
 MAX_STEP_THREADS = 4
 MIN_CORES_PER_STEP_THREAD = 4
 POLL_SECONDS = 5e-3
-# Folder and files of a container's limit of CPU time, of cgroup versions 2 and 1.
-_CGROUPS = (
-    (Path("/sys/fs/cgroup"), "cpu.max"),
-    (Path("/sys/fs/cgroup/cpu"), "cpu.cfs_quota_us", "cpu.cfs_period_us"),
-)
 _start_lock = threading.Lock()  # starting threads changes a setting of the whole process for a moment
 
 
@@ -169,7 +164,7 @@ def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: in
 
     Args:
         environment: environment variables.
-        num_cores: cores of the process; when None, its CPU affinity or its container's limit.
+        num_cores: cores of the process; `usable_cores()` when None.
 
     Raises:
         SettingsError: `TRL_BUDGET_HOST_THREADS` is no such number.
@@ -181,7 +176,7 @@ def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: in
                 f"Set {THREADS_VARIABLE} to such a number, or unset it."
             )
         return int(own)
-    num_cores = _usable_cores() if num_cores is None else num_cores
+    num_cores = usable_cores() if num_cores is None else num_cores
     num_local_ranks = max(1, int(environment.get("LOCAL_WORLD_SIZE", "1")))
     share = max(1, num_cores // num_local_ranks)
     wished = environment.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -205,20 +200,31 @@ def container_cores(folder: Path, *files: str) -> int | None:
     """Whole cores that a container's limit of CPU time is worth, at least 1; None without a limit.
 
     A container of 8 cores on a machine of 64 may run on all 64, until its time of a period is used up; then all of its
-    threads stand still, the one that feeds the GPU too.
+    threads stand still, the one that feeds the GPU too. A limit that cannot be read is none.
 
     Args:
         folder: the cgroup's folder.
         files: names of those that hold the time and the period, in microseconds.
     """
-    if not all((folder / name).exists() for name in files):
+    try:
+        quota, period = " ".join((folder / name).read_text() for name in files).split()
+    except (OSError, ValueError):
         return None
-    quota, period = " ".join((folder / name).read_text() for name in files).split()
-    return max(1, int(quota) // int(period)) if quota.isdigit() else None
+    if not (quota.isdigit() and period.isdigit()) or "0" in (quota, period):
+        return None
+    return max(1, int(quota) // int(period))
 
 
-def _usable_cores() -> int:
-    limits = [container_cores(*cgroup) for cgroup in _CGROUPS]
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may run on, or those that its container's limit of CPU time is worth if that is less.
+
+    Args:
+        cgroups: where the container's own cgroup is mounted, of version 2, or the controllers of version 1.
+    """
+    limits = (
+        container_cores(cgroups, "cpu.max"),
+        container_cores(cgroups / "cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
+    )
     return min([len(os.sched_getaffinity(0)), *(cores for cores in limits if cores is not None)])
 
 

@@ -235,8 +235,8 @@ def resolve_gradient_placement(
 
 
 def with_departures(setting: ResolvedSetting, num_micro_batches: int) -> ResolvedSetting:
-    """The setting, which tells of gradients that leave the device once for each of several micro-batches."""
-    if setting.value != "host" or num_micro_batches == 1:
+    """The setting, with a word on gradients that leave the device once for each of several micro-batches."""
+    if num_micro_batches == 1:
         return setting
     return replace(
         setting, reason=f"{setting.reason}; all of them {num_micro_batches} times a step, once a micro-batch"

@@ -121,8 +121,8 @@ class ColocatedGeneration(VLLMGeneration):
         os.environ["RANK"] = str(accelerator.process_index)
         os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
         os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
-        is_chosen = os.environ.get("MASTER_PORT", "").strip().lower() not in ("", "0", "auto")
-        if accelerator.num_processes == 1 and not is_chosen:
+        chosen = os.environ.get("MASTER_PORT", "").strip()
+        if accelerator.num_processes == 1 and (not chosen.isdecimal() or int(chosen) == 0):
             # TRL takes 29500 while nobody listens there: two runs that start together take the same.
             os.environ["MASTER_PORT"] = str(_free_port())
         ensure_master_addr_port()

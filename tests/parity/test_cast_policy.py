@@ -6,6 +6,7 @@ Only the placement facts are replaced; everything after them is the code that a 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +176,14 @@ def test_saving_writes_the_bf16_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"max_grad_norm": 1e-3}],
-    ids=["plain", "two passes a step", "checkpointing", "clipping binds"],
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 2, "max_tokens_per_microbatch": 64},
+        {"gradient_checkpointing": True},
+        {"max_grad_norm": 1e-3},
+    ],
+    ids=["plain", "two micro-batches a step", "merged and split", "checkpointing", "clipping binds"],
 )
 def test_gradients_that_leave_during_backward_train_as_gradients_that_leave_at_its_end(
     tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -192,7 +199,10 @@ def test_gradients_that_leave_during_backward_train_as_gradients_that_leave_at_i
     streamed, at_the_end = trained("auto"), trained("device")
     [row] = [row for row in streamed.resolved_settings if row.name == "gradient_placement"]
     assert row.value == "host"
-    assert ("2 times a step" in row.reason) == (settings.get("gradient_accumulation_steps") == 2)
+    is_merged = "max_tokens_per_microbatch" in settings
+    assert ("2 times a step" in row.reason) == (settings.get("gradient_accumulation_steps") == 2 and not is_merged)
+    [row] = [row for row in streamed.resolved_settings if row.name == "optimizer"]
+    assert re.search(r"on \d+ cores? of the CPU", row.reason)
     assert comparable_log(streamed) == comparable_log(at_the_end)
     for name, master in masters(at_the_end).items():
         assert torch.equal(masters(streamed)[name], master), name

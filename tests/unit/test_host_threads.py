@@ -22,6 +22,7 @@ from trl_budget.host_threads import (
     container_cores,
     host_thread_count,
     step_threads,
+    usable_cores,
 )
 
 
@@ -188,7 +189,12 @@ def test_the_number_of_threads_follows_the_environment(environment: dict[str, st
         ({"cpu.max": "750000 100000\n"}, 7),
         ({"cpu.max": "50000 100000\n"}, 1),
         ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "0 100000\n"}, None),
+        ({"cpu.max": "800000 0\n"}, None),
+        ({"cpu.max": "max\n"}, None),
+        ({"cpu.max": ""}, None),
         ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": ""}, None),
         ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
         ({}, None),
     ],
@@ -203,12 +209,27 @@ def test_a_container_allows_the_whole_cores_of_its_cpu_time(
     assert container_cores(tmp_path, *names) == expected
 
 
-def test_a_containers_cpu_time_counts_where_it_is_less_than_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+FILES_OF_CONTAINERS = [
+    ("cpu.max", "800000 100000\n", 8),
+    ("cpu.max", "10000000 100000\n", 64),
+    ("cpu/cpu.cfs_quota_us", "400000\n", 4),
+    ("cpu/cpu.cfs_quota_us", "-1\n", 64),
+]
+
+
+def test_a_containers_cpu_time_counts_where_it_is_less_than_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
-    for allowed, expected in ((8, 8), (100, 64), (None, 64)):
-        monkeypatch.setattr("trl_budget.host_threads.container_cores", lambda *_, allowed=allowed: allowed)
-        assert host_thread_count({}) == expected
-        assert host_thread_count({"LOCAL_WORLD_SIZE": "2"}) == expected // 2
+    (tmp_path / "cpu").mkdir()
+    for name, text, expected in FILES_OF_CONTAINERS:
+        (tmp_path / name).write_text(text)
+        assert usable_cores(tmp_path) == expected
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    monkeypatch.setattr("trl_budget.host_threads.usable_cores", lambda: 8)
+    assert host_thread_count({}) == 8
+    assert host_thread_count({"LOCAL_WORLD_SIZE": "2"}) == 4
 
 
 def test_accelerate_launch_of_one_process_is_recognized() -> None:
