@@ -1,4 +1,4 @@
-"""Colocated vLLM on a card, one engine a process: weights, memory, gradients and refusals. About six minutes.
+"""Colocated vLLM on a card, one engine a process: weights, memory, gradients and refusals. About eleven minutes.
 
 The card has to be free: a budget counts what other processes hold, other tests' too. One program alone:
 `pytest tests/gpu/test_colocated_cuda.py -k NAME`, NAME as in `colocated_program.PROGRAMS`.
