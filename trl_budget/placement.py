@@ -234,13 +234,21 @@ def resolve_gradient_placement(
     return ResolvedSetting(name, "device", f"the {device_type} is where the sums are made, nothing has to leave")
 
 
-def with_departures(setting: ResolvedSetting, num_micro_batches: int) -> ResolvedSetting:
-    """The setting, with a word on gradients that leave the device once for each of several micro-batches."""
-    if num_micro_batches == 1:
+def with_departures(
+    setting: ResolvedSetting, optimizer: ResolvedSetting, device_type: str, num_departures: int
+) -> ResolvedSetting:
+    """`gradient_placement`, with a word on gradients that leave the device once for each of several micro-batches.
+
+    Args:
+        setting: the resolved `gradient_placement`.
+        optimizer: the resolved `optimizer_placement`.
+        device_type: where the policy computes.
+        num_departures: stock's micro-batches in an optimizer step, or 1 where they are merged.
+    """
+    leave = optimizer.value == "host" and (setting.value == "host" or device_type != "cpu")
+    if not leave or num_departures == 1:
         return setting
-    return replace(
-        setting, reason=f"{setting.reason}; all of them {num_micro_batches} times a step, once a micro-batch"
-    )
+    return replace(setting, reason=f"{setting.reason}; all of them {num_departures} times a step, once a micro-batch")
 
 
 def format_table(settings: list[ResolvedSetting], title: str) -> str:

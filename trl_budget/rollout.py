@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from accelerate.utils.other import get_free_port
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
@@ -31,12 +31,6 @@ from trl_budget.sequence_length import (
 from trl_budget.upstream_engine import EngineProxy
 
 logger = logging.getLogger(__name__)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 class Card(Protocol):
@@ -124,7 +118,7 @@ class ColocatedGeneration(VLLMGeneration):
         chosen = os.environ.get("MASTER_PORT", "").strip()
         if accelerator.num_processes == 1 and (not chosen.isdecimal() or int(chosen) == 0):
             # TRL takes 29500 while nobody listens there: two runs that start together take the same.
-            os.environ["MASTER_PORT"] = str(_free_port())
+            os.environ["MASTER_PORT"] = str(get_free_port())
         ensure_master_addr_port()
 
     def _engine_arguments(self) -> dict[str, Any]:

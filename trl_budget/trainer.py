@@ -203,10 +203,8 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             self.optimizer_cls_and_kwargs = None
 
     def _all_settings(self) -> list[ResolvedSetting]:
-        gradients = self._gradient_placement
-        leave = self._is_host_placement and (self.args.device.type != "cpu" or gradients.value == "host")
-        if leave and self._pass_settings is None:
-            gradients = with_departures(gradients, self.args.gradient_accumulation_steps)
+        num_departures = self.args.gradient_accumulation_steps if self._pass_settings is None else 1
+        gradients = with_departures(self._gradient_placement, self._placement, self._facts.device_type, num_departures)
         return [self._placement, gradients, *self._describe(), *self._passes, *self._rollout_settings()]
 
     def _describe(self) -> list[ResolvedSetting]:

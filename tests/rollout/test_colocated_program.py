@@ -68,6 +68,14 @@ def test_greedy_completions_are_judged_on_the_present_weights(way: str, model: P
     assert figures["keys"][0] == figures["keys"][1] and figures["loaded"] == 0.0
 
 
+def test_the_rounding_of_a_policy_that_is_prepared_for_bf16_is_measured(model: Path, tmp_path: Path) -> None:
+    trainer = program.build(model, tmp_path, bf16=True, use_vllm=False, max_steps=1)
+    trainer.train()  # Accelerate's autocast stands before the policy's forward from here on
+    prompts = program.GreedyAfterEachStep.PROMPTS
+    error, _ = program.rounding(trainer.model, prompts, [[3 + i for i in range(6)] for _ in prompts])
+    assert 0.0 < error < 0.1
+
+
 def test_the_stale_engine_is_found(model: Path, tmp_path: Path) -> None:
     figures = run("stale", model, tmp_path)
     assert "log-probs of vLLM" in figures["error"] and figures["step"] == 1

@@ -163,10 +163,22 @@ def test_gradients_go_where_the_optimizer_reads_them(
     assert reason in setting.reason
 
 
-def test_gradients_that_leave_once_a_micro_batch_are_counted() -> None:
-    setting = ResolvedSetting("gradient_placement", "host", "because")
-    assert with_departures(setting, 16).reason == "because; all of them 16 times a step, once a micro-batch"
-    assert with_departures(setting, 1) == setting
+@pytest.mark.parametrize(
+    ("value", "optimizer", "device_type", "count", "leave_often"),
+    [
+        ("host", ON_HOST, "cuda", 16, True),
+        ("device", ON_HOST, "cuda", 16, True),  # when their backward ends
+        ("host", ON_HOST, "cpu", 16, True),
+        ("host", ON_HOST, "cuda", 1, False),
+        ("device", ON_HOST, "cpu", 16, False),
+        ("device", ON_DEVICE, "cuda", 16, False),
+    ],
+)
+def test_gradients_that_leave_once_a_micro_batch_are_counted(
+    value: str, optimizer: ResolvedSetting, device_type: str, count: int, leave_often: bool
+) -> None:
+    setting = with_departures(ResolvedSetting("gradient_placement", value, "because"), optimizer, device_type, count)
+    assert setting.reason == "because" + "; all of them 16 times a step, once a micro-batch" * leave_often
 
 
 def test_gradients_on_the_host_are_refused_where_the_optimizer_is_on_the_device() -> None:
