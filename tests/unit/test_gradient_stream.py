@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -25,12 +26,11 @@ from torch_reference import (
     train_pair,
 )
 
-from trl_budget import gradient_stream, host_adamw
+from trl_budget import gradient_stream, host_adamw, pinned
 from trl_budget.errors import HostThreadError, SettingsError
 from trl_budget.gradient_stream import GradientStream
 from trl_budget.host_adamw import HostAdamW
 from trl_budget.host_threads import THREAD_NAME
-from trl_budget.pinned import host_slab_bytes
 from trl_budget.streams import CopyEngines
 
 CHUNK_BYTES, RING_BYTES, BLOCK_ELEMENTS = 512, 2048, 64
@@ -387,32 +387,34 @@ def host_threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("is_cyclic", [False, True], ids=["plain", "in a reference cycle"])
 def test_deleting_the_optimizer_ends_its_threads_and_frees_its_memory(is_cyclic: bool) -> None:
-    gc.collect()
-    bytes_before, threads_before = host_slab_bytes(), len(host_threads())
+    # By identity: threads of earlier tests end when nobody looks.
+    threads_before, slabs_before = set(host_threads()), weakref.WeakSet(pinned._live_slabs)
     parameters = random_parameters(random_sizes(3), torch.bfloat16)
     optimizer = streaming(parameters, LateSender(0.01))
     backward(parameters, random_gradients(parameters, 0))
-    assert len(host_threads()) == threads_before + 3
+    threads, slabs = set(host_threads()) - threads_before, pinned._live_slabs - slabs_before
+    assert len(threads) == 3 and len(slabs) > 0
     if is_cyclic:
         optimizer.itself = optimizer
     del optimizer  # while gradients are still on their way
     gc.collect()
     deadline = time.monotonic() + 30
-    while (len(host_threads()), host_slab_bytes()) != (threads_before, bytes_before):
+    while len(slabs) > 0 or any(thread.is_alive() for thread in threads):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_memory_is_free_as_soon_as_an_optimizer_that_has_stepped_is_deleted() -> None:
-    gc.collect()
-    before = host_slab_bytes()
     for seed in range(20):
+        before = weakref.WeakSet(pinned._live_slabs)
         parameters = random_parameters(random_sizes(seed), torch.bfloat16)
         optimizer = streaming(parameters)
         backward(parameters, random_gradients(parameters, 0))
         optimizer.step()
+        slabs = pinned._live_slabs - before
+        assert len(slabs) > 0
         del optimizer
-        assert host_slab_bytes() == before
+        assert len(slabs) == 0
 
 
 def exit_child() -> None:
