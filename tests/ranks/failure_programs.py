@@ -188,14 +188,14 @@ def pss_bytes() -> int:
     return 1024 * (int(fields["Pss_Anon:"]) + int(fields["Pss_Shmem:"]))
 
 
-def memory(sharding: str, side: int) -> dict[str, int]:
+def memory(sharding: str, side: int, num_tensors: int) -> dict[str, int]:
     """What a job of this size maps and what the kernel counts for it, after a step; gradients are not counted."""
     small = parameters_of(dtype=torch.bfloat16)
     warm_up = HostAdamW(small, sharding=sharding)  # code, and what the process shared with the one it was forked from
     one_step(warm_up, small)
     gc.collect()
     dist.barrier()
-    parameters = parameters_of(*[(side, side)] * 8, dtype=torch.bfloat16)
+    parameters = parameters_of(*[(side, side)] * num_tensors, dtype=torch.bfloat16)
     num_elements = sum(p.numel() for p in parameters)
     gradients = [torch.ones_like(p) for p in parameters]
     before = pss_bytes()

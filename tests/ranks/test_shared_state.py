@@ -61,14 +61,14 @@ def test_a_state_moves_between_world_sizes_without_losing_a_bit(tmp_path: Path) 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_predicted_host_memory_is_what_is_mapped_and_what_the_kernel_counts(tmp_path: Path, sharding: str) -> None:
     """8.4 M elements on 2 ranks: 168 MB, replicated 268 MB; one fp32 copy too many would be 32 MiB. Each rank has
-    buffers and heap of up to ten MiB beside them.
+    3 to 5 MiB of heap beside them, and the heap may keep freed tensors of its own: they are of a quarter MiB at most.
     """
-    first, second = run_ranks(programs.memory, 2, tmp_path, sharding, 1024, start_method="spawn")
+    first, second = run_ranks(programs.memory, 2, tmp_path, sharding, 256, 128, start_method="spawn")
     assert first["predicted"] == first["elements"] * (32 if sharding == "replicated" else 20)
     # Replicated, a rank maps its own state and the accumulators of both.
     assert first["mapped"] == second["mapped"] == pytest.approx(20 * first["elements"], abs=64 * 1024)
     beside = first["pss"] + second["pss"] - first["predicted"]
-    assert -MIB <= beside <= 24 * MIB, f"{beside / MIB:.1f} MiB beside the plan"
+    assert -MIB <= beside <= 16 * MIB, f"{beside / MIB:.1f} MiB beside the plan"
 
 
 def test_the_plan_of_a_4b_policy() -> None:
