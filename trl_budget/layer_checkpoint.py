@@ -1,13 +1,15 @@
-"""Puts tiled layers in the place of a model's checkpointing function for one forward.
+"""Puts tiled layers in a model for one forward, in the place of its checkpointing function or of its layers' forwards.
 
 transformers and TRL set that function whenever they like, so it is replaced when a forward begins and given back when
-it ends. Backward comes later and needs nothing of this: each layer's node holds its call.
+it ends. Backward comes later and needs nothing of this: each layer's node holds its call. TRL turns checkpointing off
+where no gradient is computed, so there the forwards are replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +93,42 @@ def tiled_layers(
         for module, original in originals:
             if vars(module)[_FUNCTION] is runner:
                 vars(module)[_FUNCTION] = original
+
+
+@contextmanager
+def tiled_layers_without_gradient(model: nn.Module, settings: TileSettings) -> Iterator[None]:
+    """While it lasts, layers of `model` run as `settings` say, and no gradient is computed.
+
+    Args:
+        model: a policy or a reference model, wrapped or not, in either mode, with gradient checkpointing or without.
+        settings: how each layer runs; in tiles.
+
+    Raises:
+        SettingsError: the model has another attention than `enable_packed_attention` serves.
+    """
+    _check_attention(model)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    originals = [(layer, vars(layer).get("forward")) for layer in layers]
+    for layer in layers:
+        vars(layer)["forward"] = _tiled_forward(layer, layer.forward, settings)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer, original in originals:
+            del vars(layer)["forward"]
+            if original is not None:
+                vars(layer)["forward"] = original
+
+
+def _tiled_forward(layer: nn.Module, forward: Callable[..., Tensor], settings: TileSettings) -> Callable[..., Tensor]:
+    def run_part(_: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs)
+
+    def tiled(*args: Any, **kwargs: Any) -> Tensor:
+        return run_layer(LayerCall(partial(run_part, layer, **kwargs), args), settings, args[0])
+
+    return tiled
 
 
 def _check_attention(model: nn.Module) -> None:

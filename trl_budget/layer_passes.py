@@ -1,4 +1,4 @@
-"""How the policy's layers run in a pass with gradient: as transformers has them, or with the long-context levers.
+"""How a model's layers run in a pass: as transformers has them, or with the long-context levers.
 
 Resolved once, when the trainer is built; put in place for the length of a forward.
 """
@@ -19,7 +19,7 @@ from trl_budget.activation_memory import MemoryLevers, ModelShape, offloaded_byt
 from trl_budget.activation_store import ActivationStore, DeviceStore
 from trl_budget.config import budget_setting
 from trl_budget.host_stores import HostStores
-from trl_budget.layer_checkpoint import tiled_layers
+from trl_budget.layer_checkpoint import tiled_layers, tiled_layers_without_gradient
 from trl_budget.layer_tiles import TileSettings
 from trl_budget.layer_trial import layers_fault
 from trl_budget.long_context import LongContextFields, LongContextPlan, resolve_long_context
@@ -49,7 +49,7 @@ def plan_layers(trainer: Any, shape: ModelShape, *, copies_to_come: int) -> Long
     if plan.levers == MemoryLevers():
         return plan
     if plan.levers.splits_layers:
-        upstream.enable_packed_attention([trainer.model])
+        upstream.enable_packed_attention([trainer.model, trainer.ref_model])
         facts = dataclasses.replace(facts, draws_random_numbers=any(gather_object([upstream.draws(trainer)])))
         plan = resolve_long_context(fields, facts, shape)
     if plan.levers.splits_layers:
@@ -90,8 +90,16 @@ class LayerPasses:
         self._has_warned = False
 
     def around(self, model: nn.Module) -> AbstractContextManager[None]:
-        """For the length of one forward of `model`; nothing where no backward will follow or nothing checkpoints."""
-        if not self._is_on or not model.training or not torch.is_grad_enabled():
+        """For the length of one forward of `model`, the policy or its reference, as gradients are enabled now.
+
+        Without gradient nothing is kept, so that only tiles count. With it, nothing happens where nothing checkpoints.
+        """
+        if not self._is_on:
+            return nullcontext()
+        if not torch.is_grad_enabled():
+            is_whole = self._settings.are_whole
+            return nullcontext() if is_whole else tiled_layers_without_gradient(model, self._settings)
+        if not model.training:
             return nullcontext()
         if not upstream.checkpointing_modules(model):
             self._warn_once(type(model).__name__)

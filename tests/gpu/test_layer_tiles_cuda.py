@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from trl_budget.activation_store import DeviceStore
-from trl_budget.layer_checkpoint import tiled_layers
+from trl_budget.attention import packed_rows
+from trl_budget.layer_checkpoint import tiled_layers, tiled_layers_without_gradient
 from trl_budget.layer_tiles import TileSettings
 from trl_budget.upstream_model import enable_packed_attention
 
@@ -112,3 +113,21 @@ def test_a_long_row_costs_what_the_formula_says() -> None:
     # accumulators of one group come on top.
     formula = 2 * (hidden + (query + 2 * key) * (1 + 1 / groups) + 2 * query)
     assert slope <= formula + 4 * (query + 2 * query) / groups
+
+
+def test_a_long_row_without_gradient_costs_what_tensors_without_memory_said() -> None:
+    """28,690 bytes a token in `tests/parity/test_tiled_scoring.py`; the kernel's softmax sums may come on top."""
+    shape = {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8}
+    model = layers(torch.bfloat16, num_hidden_layers=2, head_dim=128, **shape).eval()
+
+    @torch.no_grad()
+    def peak(num_tokens: int) -> int:
+        ids, keywords = torch.ones(1, num_tokens, dtype=torch.int64, device="cuda"), packed_keywords((num_tokens,))
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with packed_rows(), tiled_layers_without_gradient(model, TileSettings(4096, 8)):
+            model.model(input_ids=ids, use_cache=False, **keywords)
+        return torch.cuda.max_memory_allocated() - start
+
+    peak(8192)
+    assert (peak(98304) - peak(32768)) / 65536 <= 28_690 + 4 * 32
