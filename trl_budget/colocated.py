@@ -10,16 +10,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from trl import GRPOConfig
 from trl.extras.profiling import profiling_context
 
 from trl_budget import upstream_vllm
+from trl_budget.adapter_weights import check_adapters, merged_weights
 from trl_budget.card import Card
 from trl_budget.checked_rollouts import CheckedTrainer
 from trl_budget.config import budget_setting
@@ -40,7 +41,7 @@ from trl_budget.residency import Phase
 from trl_budget.rollout import ColocatedGeneration, EngineSettings
 from trl_budget.rollout_policy import RolloutFacts, RolloutPlan, copied_instead, resolve_rollout
 from trl_budget.sequence_length import SequenceRoom, longest_completion, notice_of_cut_completions
-from trl_budget.shared_weights import cpu_state_dict
+from trl_budget.shared_weights import cpu_state_dict, named_values
 from trl_budget.sync_reference import keep_reference_present
 from trl_budget.weight_sync import WeightSync
 
@@ -129,13 +130,15 @@ class ColocatedTrainer(CheckedTrainer):
         if not self._starts_engine:
             self._card.enter(Phase.SCORE)
             return
+        if self._merges_adapters:
+            check_adapters(policy)
         reads_parked = self._rollout_plan.parks and not self._rollout_facts.is_adapter
         settings = EngineSettings(
             sleeps=self._rollout_plan.sleeps,
             dtype=self._rollout_facts.compute_dtype if self._rollout_plan.shares else None,
             start=self._begin_engine,
             adopt=self._adopt_engine,
-            weights=self._parked_policy.host_tensors if reads_parked and self._parked_policy else None,
+            weights=self._policy_weights if reads_parked or self._merges_adapters else None,
             after_sync=self._verify_sync,
             build=self._engine_class,
         )
@@ -143,6 +146,19 @@ class ColocatedTrainer(CheckedTrainer):
         arguments["gpu_memory_utilization"] = self._engine_utilization()
         self._engine = self.vllm_generation = ColocatedGeneration(settings, self._card, **arguments)
         self._last_loaded_step = -1
+
+    @property
+    def _merges_adapters(self) -> bool:
+        """Whether adapters are merged layer by layer; TRL merges those of a quantized base, whose sums are its own."""
+        return self._rollout_facts.is_adapter and self._rollout_facts.quantization is None
+
+    def _policy_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Names and values of the weights that vLLM is to hold, from wherever the policy is."""
+        assert self.model is not None
+        if self._merges_adapters:
+            return merged_weights(self.model, self._parked_policy)
+        parked = self._parked_policy
+        return named_values(self.model) if parked is None or not parked.is_parked else parked.host_tensors()
 
     def _build_card(self, policy: nn.Module) -> Card:
         if not self._rollout_plan.parks:
@@ -253,7 +269,7 @@ class ColocatedTrainer(CheckedTrainer):
 
     def _verify_sync(self, llm: Any) -> None:
         try:
-            self._weight_sync.check(upstream_vllm.engine_model(llm), self._parked_policy, self.state.global_step)
+            self._weight_sync.check(upstream_vllm.engine_model(llm), self._policy_weights, self.state.global_step)
         except WeightSyncError as error:
             self._checks.report(error)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -154,6 +155,31 @@ class ParkedWeights:
                 "values of the last time they were parked, if any. Call `park()` first, or read the parameters."
             )
         return iter(self._host_views(self._parked))
+
+    @contextmanager
+    def lent(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Some of the parked weights are on the device meanwhile; what is written to them there is lost.
+
+        Args:
+            tensors: parameters or buffers; those that stayed on the device are left alone.
+
+        Raises:
+            ParkedError: the weights are not parked.
+        """
+        if self._parked is None:
+            raise ParkedError(
+                f"Weights of the {self.name} were to be lent to the device, where all of them are already. What is "
+                "written to them would stay. Call `park()` first."
+            )
+        storages = {tensor.untyped_storage() for tensor in tensors}
+        entries = [entry for entry in self._parked if entry.storage in storages]
+        try:
+            for entry in entries:
+                entry.restore()
+            yield
+        finally:
+            for entry in entries:
+                entry.free()
 
     def release_host_copy(self) -> None:
         """Gives the host memory back; the next `park()` takes it anew.

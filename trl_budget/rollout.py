@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,8 +50,8 @@ class EngineSettings:
         start: called before the engine is built, with the trainer's models off the card; refuses what cannot fit.
         adopt: called once with the engine that has started; returns whether its weights are the policy's own, which
             then need no sync. The policy is off the card.
-        weights: name and value of every weight to load, while the policy is off the card; None reads them from the
-            policy where it is.
+        weights: name and value of every weight to load, while the card is the engine's; None reads them from the
+            policy on the card.
         after_sync: called after every sync with the engine, weights awake.
         build: makes the engine; `vllm.LLM` when None.
     """
@@ -202,22 +202,22 @@ class ColocatedGeneration(VLLMGeneration):
         if self._settings.weights is not None or self._shares_weights:
             self._take_card()
         else:
-            self._card.enter(Phase.SCORE)  # adapters are merged on the card
+            self._card.enter(Phase.SCORE)
         self._wake("weights")
         if not self._shares_weights:
             model = upstream_vllm.engine_model(self.llm)
-            for name, weight in self._weights():
-                upstream_vllm.load_weight(model, name, weight)
+            with closing(self._weights()) as weights:  # also while an error is on its way: a layer may be merged
+                for name, weight in weights:
+                    upstream_vllm.load_weight(model, name, weight)
         self.llm.reset_prefix_cache()
         self._settings.after_sync(self.llm)
         self._has_current_weights = True
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self) -> Generator[tuple[str, Tensor]]:
         if self._settings.weights is None:
             yield from self._iter_named_params()
-            return
-        for name, weight in self._settings.weights():
-            yield self._fix_param_name_to_vllm(name), weight
+        else:
+            yield from ((self._fix_param_name_to_vllm(name), weight) for name, weight in self._settings.weights())
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As TRL 1.16; wakes the engine and leaves it awake until the session ends, if there is one.

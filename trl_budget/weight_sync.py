@@ -6,13 +6,15 @@ Loads through vLLM's own loader, from the parked policy's host copy. What is com
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 
-from torch import nn
+from torch import Tensor, nn
 
 from trl_budget import upstream_vllm
 from trl_budget.errors import WeightSyncError
 from trl_budget.parking import ParkedWeights
-from trl_budget.shared_weights import first_difference, first_unshared, named_values, share
+from trl_budget.shared_weights import first_difference, first_unshared, share
 from trl_budget.weight_views import WeightView, plan_views
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class WeightSync:
             return views
         for name, weight in parked.host_tensors():
             upstream_vllm.load_weight(engine_model, name, weight)
-        difference = first_difference(parked.host_tensors(), engine_model, views)
+        difference = first_difference(self._with_buffers(parked.host_tensors()), engine_model, views)
         if difference is not None:  # some models keep names and shapes and reorder rows when they are loaded
             return f"vLLM lays weights out in another order: {difference}"
         share(self._policy, engine_model, views, parked.host_tensors())
@@ -61,8 +63,13 @@ class WeightSync:
         self._shared = views
         return None
 
-    def check(self, engine_model: nn.Module, parked: ParkedWeights | None, step: int) -> None:
-        """Called after each sync, with vLLM's weights mapped. Weights under an adapter are not compared.
+    def check(self, engine_model: nn.Module, values: Callable[[], Iterable[tuple[str, Tensor]]], step: int) -> None:
+        """Called after each sync, with vLLM's weights mapped.
+
+        Args:
+            engine_model: vLLM's model.
+            values: makes names and values of the policy's weights, with its adapters merged.
+            step: named in the error.
 
         Raises:
             WeightSyncError: weights differ, or are no longer shared; names the first.
@@ -76,16 +83,17 @@ class WeightSync:
         if isinstance(views, str):
             logger.info("vLLM's weights are not compared with the policy's: %s", views)
             return
-        # Under an adapter vLLM holds the merged weight, and the policy was unmerged again when the load had ended.
-        views = [view for view in views if ".base_layer." not in view.name]
-        is_parked = parked is not None and parked.is_parked
-        values = parked.host_tensors() if parked is not None and is_parked else named_values(self._policy)
-        difference = first_difference(values, engine_model, views)
+        with closing(self._with_buffers(values())) as named:  # a layer may be merged when the first difference ends it
+            difference = first_difference(named, engine_model, views)
         if difference is not None:
             raise WeightSyncError(
                 f"After the weight sync of step {step}, {difference}. vLLM would generate with other weights than the "
                 "policy's. Set share_vllm_weights='off' and park_policy_during_rollout='off', and report the model."
             )
+
+    def _with_buffers(self, values: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
+        yield from values
+        yield from self._policy.named_buffers()
 
     def _check_shared(self, engine_model: nn.Module, views: list[WeightView]) -> None:
         name = first_unshared(self._policy, engine_model, views)

@@ -101,11 +101,12 @@ def plan_views(
 
 def plain_name(name: str) -> str:
     """The name that transformers' bare model gives a weight: without DDP's, PEFT's and vLLM's LoRA wrappers."""
-    return name.removeprefix("module.").removeprefix("base_model.model.").replace(".base_layer.", ".")
+    name = name.removeprefix("module.").removeprefix("base_model.model.").replace(".base_layer", "")
+    return name.replace("modules_to_save.default.", "")
 
 
 def _is_adapter(name: str) -> bool:
-    return any(part.startswith("lora_") for part in name.split("."))
+    return any(part.startswith("lora_") or part == "original_module" for part in name.split("."))
 
 
 def _parts(plain_name: str, ours: Mapping[str, _Named], packed_modules: Mapping[str, Sequence[str]]) -> list[_Named]:

@@ -9,7 +9,7 @@ import copy
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +435,47 @@ def utilization(model: Path, out: Path, *, as_module: bool) -> dict[str, Any]:
     }
 
 
+class WatchedMerges(ProgramTrainer):
+    """Notes how many bytes more than at its beginning are allocated while vLLM's weights are read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.merge_bytes: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def _policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        before = allocated_bytes()
+        yield from super()._policy_weights()
+        self.merge_bytes.append(allocated_bytes(peak=True) - before)
+
+
+def allocated_bytes(*, peak: bool = False) -> int:
+    """Of the card, by torch; the peak since the last call that did not ask for it."""
+    if not torch.cuda.is_available():
+        return 0
+    if peak:
+        return torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def adapters(model: Path, out: Path) -> dict[str, Any]:
+    """Adapters over a bf16 base, every weight of vLLM's compared after every sync."""
+    kwargs = {"peft_config": LORA}
+    settings = {"model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 1e-3, "verify_weight_sync": "always"}
+    trainer = build(model, out, WatchedMerges, kwargs, max_steps=3, **settings)
+    before = {name: p.detach().cpu().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    moved = [name for name, p in trainer.model.named_parameters() if not torch.equal(p.detach().cpu(), before[name])]
+    return {
+        "settings": settings_of(trainer),
+        "moved": moved,
+        "merge_bytes": trainer.merge_bytes,
+        "weight_bytes": sum(p.nbytes for p in trainer.model.parameters()),
+        "num_verified": trainer._weight_sync._num_verified,
+        "gap": [e["sampling/sampling_logp_difference/mean"] for e in trainer.state.log_history[:-1]],
+    }
+
+
 class WeightsAfterEachStep(TrainerCallback):
     def __init__(self) -> None:
         self.history: list[dict[str, Tensor]] = []
@@ -480,6 +521,7 @@ PROGRAMS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "budget_copying": budget_copying,
     "utilization_string": lambda model, out: utilization(model, out, as_module=False),
     "utilization_module": lambda model, out: utilization(model, out, as_module=True),
+    "adapters": adapters,
     "two_ranks": two_ranks,
 }
 

@@ -32,7 +32,7 @@ ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-LARGE = ("sharing", "copying", "budget_copying")
+LARGE = ("sharing", "copying", "budget_copying", "adapters")
 # A tie: each of two engines may be off by the rounding of bf16 in each of two logits.
 ROUNDINGS_OF_A_TIE = 4
 Run = Callable[[str], dict[str, Any]]
@@ -199,6 +199,16 @@ def test_a_high_utilization_starts_and_a_higher_one_is_refused_before_an_engine_
     assert figures["num_engines_then"] == 0
     assert figures["steps"] == 2
     assert figures["used"] > 0.75
+
+
+def test_adapters_are_merged_a_layer_at_a_time_and_the_base_keeps_its_bits_adapters(run: Run) -> None:
+    figures = run("adapters")
+    assert figures["settings"]["park_policy_during_rollout"] == "on"
+    assert figures["moved"] and all(".lora_" in name for name in figures["moved"])
+    assert figures["num_verified"] >= 3
+    assert len(figures["merge_bytes"]) == 2 * figures["num_verified"]  # loaded, and compared
+    assert max(figures["merge_bytes"]) < figures["weight_bytes"] / 10
+    assert max(figures["gap"]) < 0.1
 
 
 def test_two_ranks_with_adapters_under_ddp_stay_equal_two_ranks(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ if __name__ == "__main__":
     import torch
     import vllm._custom_ops as cpu_ops
     import vllm.model_executor.layers.utils as linear_layers
+    from frozen_base import with_frozen_base
+    from peft import LoraConfig
     from tiny import comparable_log, make_trainer, save_tiny_model, save_tiny_olmo2, weights
     from trl import GRPOTrainer
 
@@ -37,19 +39,28 @@ if __name__ == "__main__":
             BudgetGRPOTrainer,
             {"config_class": BudgetGRPOConfig, "padding_free": "on", "max_tokens_per_microbatch": 60},
         ),
+        "stock lora": (GRPOTrainer, {}),
+        "lora": (
+            BudgetGRPOTrainer,
+            {"config_class": BudgetGRPOConfig, "reuse_old_logprobs": "off", "verify_weight_sync": "always"},
+        ),
     }[kind]
+    lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
     trainer = make_trainer(
         trainer_class,
         out.parent / out.stem,
         **settings,
         model=folder,
+        trainer_kwargs=lora if "lora" in kind else None,
         max_steps=3,
         use_vllm=True,
         vllm_mode="colocate",
         vllm_max_model_length=128,
         vllm_gpu_memory_utilization=0.3,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": "bfloat16" if "lora" in kind else "float32"},  # vLLM's own dtype
     )
+    if kind == "stock lora":
+        with_frozen_base(trainer)
     before = weights(trainer)
     forwards: list[tuple[int, ...]] = []
     trainer.model.model.register_forward_pre_hook(

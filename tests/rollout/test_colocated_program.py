@@ -99,6 +99,12 @@ def test_gradients_of_every_way_are_the_same(model: Path, tmp_path: Path) -> Non
             assert len(expected) == 24 and max_difference(ours, expected) == 0.0
 
 
+def test_the_base_under_adapters_keeps_its_bits(model: Path, tmp_path: Path) -> None:
+    figures = run("adapters", program.save_model(tmp_path / "bf16", "tiny"), tmp_path)
+    assert figures["moved"] and all(".lora_" in name for name in figures["moved"])
+    assert figures["num_verified"] == 3 and len(figures["merge_bytes"]) == 6
+
+
 def test_the_rows_of_stored_keys_are_sorted(model: Path) -> None:
     keys = program.stored_keys(model)
     assert keys == sorted(keys) and "model.layers.1.mlp.up_proj.weight" in keys

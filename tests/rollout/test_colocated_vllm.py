@@ -34,7 +34,7 @@ def test_olmo2_which_vllm_has_no_class_for_trains(tmp_path: Path) -> None:
 
 
 def run(kind: str, folder: Path) -> dict[str, Any]:
-    out = folder / f"{kind}.pt"
+    out = folder / f"{kind.replace(' ', '-')}.pt"
     script = Path(__file__).with_name("colocated_run.py")
     command = [sys.executable, str(script), kind, str(out)]
     done = subprocess.run(command, env={**os.environ, **CPU_ENGINE}, capture_output=True, text=True, timeout=500)
@@ -76,6 +76,15 @@ def test_training_with_colocated_vllm_equals_stock(runs: dict[str, dict[str, Any
     assert ours["log"] == stock["log"]
     assert "sampling/sampling_logp_difference/mean" in ours["log"][0]
     assert max_difference(ours["weights"], stock["weights"]) == 0.0
+
+
+def test_adapters_train_as_in_stock_and_vllm_has_them_merged(tmp_path: Path) -> None:
+    """Every tensor of vLLM is compared after every sync; stock's base has its old bits back after each."""
+    stock, ours = run("stock lora", tmp_path), run("lora", tmp_path)
+    assert ours["log"] == stock["log"]
+    assert max_difference(ours["weights"], stock["weights"]) == 0.0
+    moved = {name for name, value in ours["weights"].items() if not torch.equal(value, ours["before"][name])}
+    assert moved and all(".lora_" in name for name in moved)
 
 
 def test_reusing_old_logprobs_halves_the_forwards_and_changes_no_weight(runs: dict[str, dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_vllm import FakeLLM, stand_in_for_vllm
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from tiny import byte_tokenizer, comparable_log, make_trainer, max_difference, save_tiny_model, tiny_model, weights
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
@@ -222,17 +222,50 @@ def test_sharing_with_the_host_optimizer_over_bf16_weights_trains_as_copying(tmp
     assert max_difference(weights(runs["sharing"]), weights(runs["copying"])) == 0.0
 
 
-def test_adapters_are_merged_on_the_card_and_the_base_leaves_afterwards(folder: str, tmp_path: Path) -> None:
-    lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
-    plain = train(folder, tmp_path / "plain", trainer_kwargs=lora, vllm_enable_sleep_mode=False, **NEITHER)
-    parked = train(folder, tmp_path / "parked", trainer_kwargs=lora)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_merged_layer_by_layer_while_the_policy_is_away(folder: str, tmp_path: Path, dtype: str) -> None:
+    settings = {
+        "trainer_kwargs": {"peft_config": LoraConfig(r=4, target_modules="all-linear")},
+        "model_init_kwargs": {"dtype": dtype},
+        "verify_weight_sync": "always",
+        "learning_rate": 1e-2,
+    }
+    plain = train(folder, tmp_path / "plain", vllm_enable_sleep_mode=False, **NEITHER, **settings)
+    built = build(folder, tmp_path / "parked", **settings)
+    base = {name: p.clone() for name, p in built.model.named_parameters() if not p.requires_grad}
+    parked = train(folder, tmp_path / "parked", **settings)
     assert comparable_log(parked) == comparable_log(plain)
     assert max_difference(weights(parked), weights(plain)) == 0.0
-    residents = dict(events(parked))
-    assert residents["load"] == "policy"
-    assert residents["wake kv_cache"] == residents["generate"] == ""
+    assert base and all(torch.equal(parked.model.get_parameter(name), value) for name, value in base.items())
+    assert {residents for name, residents in events(parked) if name != "start"} == {""}
     row = {s.name: s for s in parked.resolved_settings}["share_vllm_weights"]
     assert (row.value, row.reason) == ("off", "adapters are merged into vLLM's own copy")
+
+
+def test_a_load_that_fails_leaves_no_adapter_merged_while_its_error_is_on_its_way(folder: str, tmp_path: Path) -> None:
+    lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
+    trainer = build(folder, tmp_path, trainer_kwargs=lora)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    model = trainer.vllm_generation.llm.model
+    load_weights = model.load_weights
+
+    def fails(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        if "layers.1.self_attn.k_proj" in pairs[0][0]:
+            raise torch.OutOfMemoryError("no room")
+        load_weights(pairs)
+
+    model.load_weights = fails
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train()
+    assert caught.tb is not None, "its frames are alive"
+    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def test_adapters_that_add_inputs_are_refused_before_the_engine_starts(folder: str, tmp_path: Path) -> None:
+    prompt = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}
+    with pytest.raises(SettingsError, match="PROMPT_TUNING"):
+        build(folder, tmp_path, trainer_kwargs=prompt)
 
 
 def test_a_shared_policy_is_saved_as_a_copied_one(folder: str, tmp_path: Path) -> None:

@@ -294,11 +294,13 @@ def test_tensors_that_latent_attention_derives_at_load_time_are_refused() -> Non
     )
 
 
-def test_a_copy_of_a_module_that_peft_trains_beside_the_original_is_refused() -> None:
+def test_a_copy_of_a_module_that_peft_trains_stands_for_the_original() -> None:
     policy = tiny_policy("Llama")
     vllm_model = fused_twin(policy)
     config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    assert "lm_head.weight [128, 32] has no counterpart" in reason(get_peft_model(policy, config), vllm_model)
+    views = planned(get_peft_model(policy, config), vllm_model)
+    names = [view.name for view in views if view.vllm_name == "lm_head.weight"]
+    assert names == ["base_model.model.lm_head.modules_to_save.default.weight"]
 
 
 # Sharing

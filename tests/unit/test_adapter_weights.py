@@ -1,0 +1,237 @@
+"""Weights with adapters merged: TRL's names and values, a base that keeps its bits, one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_vllm import FusedModel
+from peft import IA3Config, LoHaConfig, LoraConfig, PromptTuningConfig, get_peft_model
+from tiny import tiny_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_budget.adapter_weights import check_adapters, merged_weights
+from trl_budget.errors import SettingsError, WeightSyncError
+from trl_budget.parking import ParkedWeights
+from trl_budget.weight_sync import WeightSync
+from trl_budget.weight_views import plain_name
+
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    "lora with biases": lambda: LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, lora_bias=True),
+    "lora of an embedding": lambda: LoraConfig(
+        r=4, target_modules=["embed_tokens", "v_proj"], init_lora_weights=False
+    ),
+    "dora": lambda: LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=True),
+    "saved modules": lambda: LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, modules_to_save=["norm"]
+    ),
+    "loha": lambda: LoHaConfig(r=4, target_modules=["q_proj", "down_proj"], init_weights=False),
+    "lora of two parameters of a module": lambda: LoraConfig(
+        r=4,
+        target_modules=[],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        init_lora_weights=False,
+    ),
+    "ia3": lambda: IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+    ),
+}
+SIZES = {
+    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+}
+KINDS = pytest.mark.parametrize("kind", ADAPTERS)
+AWAY = pytest.mark.parametrize("is_away", [False, True], ids=["on the device", "parked"])
+
+
+def adapted(kind: str = "lora", dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    model = tiny_model(attention_bias=kind == "lora with biases", tie_word_embeddings=False)
+    if "two parameters" in kind:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**{**SIZES, **experts}))
+    model = model.to(dtype)
+    policy = get_peft_model(model, ADAPTERS[kind]())
+    if kind == "saved modules":
+        nn.init.normal_(policy.base_model.model.model.norm.modules_to_save["default"].weight)
+    return policy
+
+
+def parking(policy: nn.Module, *, is_away: bool) -> ParkedWeights | None:
+    if not is_away:
+        return None
+    parked = ParkedWeights(policy, "policy", device_type="cpu", keeps=lambda t: not isinstance(t, nn.Parameter))
+    parked.park()
+    return parked
+
+
+def values(policy: Any, parked: ParkedWeights | None = None) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in merged_weights(policy, parked)}
+
+
+def stock_values(policy: Any) -> dict[str, Tensor]:
+    """What TRL 1.16 loads into vLLM. Moves the base."""
+    generation: Any = VLLMGeneration.__new__(VLLMGeneration)
+    generation.model = policy
+    generation._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: nullcontext())
+    return {name: value.clone() for name, value in generation._iter_named_params()}
+
+
+def state(policy: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@AWAY
+@KINDS
+def test_names_and_values_are_trls(kind: str, is_away: bool, dtype: torch.dtype) -> None:
+    expected = stock_values(adapted(kind, dtype))
+    policy = adapted(kind, dtype)
+    got = values(policy, parking(policy, is_away=is_away))
+    assert list(got) == list(expected)
+    assert_equal(got, expected)
+    plain = {plain_name(name): value for name, value in state(adapted(kind, dtype)).items()}
+    assert any(not torch.equal(got[name], plain[name]) for name in got)
+
+
+@AWAY
+@KINDS
+def test_the_policy_keeps_every_bit_and_its_memory_however_often_it_is_read(kind: str, is_away: bool) -> None:
+    policy = adapted(kind)
+    before, places = state(policy), {name: p.data_ptr() for name, p in policy.named_parameters()}
+    parked = parking(policy, is_away=is_away)
+    first = values(policy, parked)
+    for _ in range(5):
+        assert_equal(values(policy, parked), first)
+    if parked is not None:
+        assert all(p.untyped_storage().nbytes() == 0 for p in policy.parameters())
+        parked.unpark()
+    else:
+        assert {name: p.data_ptr() for name, p in policy.named_parameters()} == places
+    assert_equal(state(policy), before)
+
+
+def test_trls_way_moves_a_bf16_base() -> None:
+    policy = adapted()
+    before = state(policy)
+    for _ in range(3):
+        stock_values(policy)
+    moved = [name for name, value in state(policy).items() if not torch.equal(value, before[name])]
+    assert moved and all(".base_layer." in name for name in moved)
+
+
+@AWAY
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_iterator_that_is_closed_early_leaves_nothing_merged(kind: str, is_away: bool) -> None:
+    policy = adapted(kind)
+    before, parked = state(policy), parking(policy, is_away=is_away)
+    with closing(merged_weights(policy, parked)) as weights:
+        for name, _ in weights:
+            if name.endswith("layers.1.mlp.up_proj.weight"):
+                break
+    if parked is not None:
+        assert all(p.untyped_storage().nbytes() == 0 for p in policy.parameters())
+        parked.unpark()
+    assert_equal(state(policy), before)
+    assert not any(getattr(module, "merged", False) for module in policy.modules())
+
+
+@AWAY
+def test_a_merge_that_fails_half_way_is_undone(is_away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = adapted()
+    layer = policy.base_model.model.model.layers[1].self_attn.o_proj
+    before, parked = state(policy), parking(policy, is_away=is_away)
+
+    def fail(*_: Any, **__: Any) -> None:
+        layer.get_base_layer().weight.data += 1
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(layer, "merge", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        values(policy, parked)
+    if parked is not None:
+        parked.unpark()
+    assert_equal(state(policy), before)
+
+
+def test_one_layer_of_a_parked_policy_is_on_the_device_at_a_time() -> None:
+    policy = adapted("dora")
+    parked = parking(policy, is_away=True)
+    seen = set()
+    for _ in merged_weights(policy, parked):
+        there = [name for name, p in policy.named_parameters() if p.untyped_storage().nbytes() > 0]
+        owners = {name.split(".lora_")[0].split(".base_layer")[0] for name in there}
+        assert len(owners) <= 1
+        seen |= owners
+    assert len(seen) == 2 * 7
+    assert not any(p.untyped_storage().nbytes() for p in policy.parameters())
+
+
+def test_what_stays_on_the_device_for_ddp_is_merged_from_there() -> None:
+    expected = values(adapted())
+    policy = adapted()
+    parked = ParkedWeights(policy, "policy", device_type="cpu", keeps=lambda tensor: tensor.requires_grad)
+    parked.park()
+    assert_equal(values(policy, parked), expected)
+    assert all((p.untyped_storage().nbytes() > 0) == p.requires_grad for p in policy.parameters())
+
+
+def test_only_the_active_adapter_is_merged() -> None:
+    policy = adapted()
+    policy.add_adapter("other", ADAPTERS["lora"]())
+    assert_equal(values(policy), stock_values(adapted()))
+
+
+def test_adapters_that_no_weight_can_hold_are_refused() -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    policy = get_peft_model(tiny_model(), config)
+    with pytest.raises(SettingsError, match=r"PROMPT_TUNING.*merged"):
+        check_adapters(policy)
+    check_adapters(adapted())
+
+
+# After a sync
+
+
+def synced(policy: Any) -> tuple[WeightSync, FusedModel]:
+    """vLLM's tensors with the policy's merged weights, and a buffer that both sides have."""
+    policy.get_base_model().model.register_buffer("scale", torch.arange(3.0))
+    engine_model = FusedModel(tiny_model(tie_word_embeddings=False).bfloat16())
+    engine_model.model.register_buffer("scale", torch.arange(3.0))
+    for name, value in merged_weights(policy, None):
+        engine_model.view(name).copy_(value)
+    return WeightSync(policy, "always"), engine_model
+
+
+@AWAY
+def test_merged_weights_are_compared_with_vllms(is_away: bool) -> None:
+    policy = adapted()
+    sync, engine_model = synced(policy)
+    parked = parking(policy, is_away=is_away)
+    sync.check(engine_model, lambda: merged_weights(policy, parked), 1)
+    engine_model.view("model.layers.1.self_attn.k_proj.weight")[3, 4] += 1
+    with pytest.raises(WeightSyncError, match=r"step 2, model\.layers\.1\.self_attn\.k_proj.*1 of") as caught:
+        sync.check(engine_model, lambda: merged_weights(policy, parked), 2)
+    assert caught.tb is not None, "its frames are alive"
+    assert not any(getattr(module, "merged", False) for module in policy.modules())
+
+
+def test_a_buffer_of_both_sides_is_compared_too() -> None:
+    policy = adapted()
+    sync, engine_model = synced(policy)
+    engine_model.model.get_buffer("scale")[1] = 7
+    with pytest.raises(WeightSyncError, match="scale differs"):
+        sync.check(engine_model, lambda: merged_weights(policy, parking(policy, is_away=True)), 1)
