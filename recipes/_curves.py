@@ -36,14 +36,16 @@ class RunRecorder(ProgressCallback):
     Replaces `ProgressCallback`, which writes the whole dictionary of metrics at each log. Needs `logging_steps=1`.
     """
 
-    def __init__(self, print_every: int, write: Callable[["RunRecorder"], None]):
+    def __init__(self, print_every: int, write: Callable[["RunRecorder"], None], earlier: list[dict[str, float]]):
         """Prepare an empty record.
 
         Args:
             print_every: Optimizer steps between two printed lines, at least 1.
             write: Called with each printed line, so that a run cut short keeps what it recorded.
+            earlier: Steps of a run that was cut; kept where this one resumes from a checkpoint, up to its step.
         """
         super().__init__()
+        self.earlier = earlier
         self.print_every = print_every
         self.write = write
         self.records: list[dict[str, float]] = []
@@ -52,6 +54,7 @@ class RunRecorder(ProgressCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Start the bar and the clock."""
         super().on_train_begin(args, state, control, **kwargs)
+        self.records = [record for record in self.earlier if record["step"] <= state.global_step]
         self.step_started_at = self.train_started_at = time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -115,7 +118,8 @@ def record_run(trainer: Trainer, print_every: int, folder: Path, arguments: dict
         The recorder, which fills while the trainer runs.
     """
     path = folder / "rewards.json"
-    recorder = RunRecorder(print_every, lambda record: write_rewards(path, trainer, record, arguments))
+    earlier = json.loads(path.read_text())["steps"] if path.exists() else []
+    recorder = RunRecorder(print_every, lambda record: write_rewards(path, trainer, record, arguments), earlier)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(recorder)
     return recorder

@@ -11,7 +11,8 @@ answers, and the reward is the verifier's score of the last number.
     python recipes/long_context_qwen3_4b.py --card 16 --row-length 16384
     python recipes/long_context_qwen3_4b.py --card 48 --shape-only --steps 3    # random weights: every row is full
 
-On a larger card the training behaves as if the card had `--card` GB.
+Every 50 steps a checkpoint of 52 GiB is written and the one before deleted; `--resume` goes on from the last. The
+model is saved at the end. On a larger card the training behaves as if the card had `--card` GB.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 import reasoning_gym
 import torch
 from _curves import finish_run, record_run
+from _saving import add_saving_arguments, saving_settings, train_and_save
 from qwen3_4b import SHAPES, TASK, chat_prompts, random_model
 from reasoning_smollm2_135m import NUM_PROBLEMS, verifier_reward
 
@@ -72,7 +74,7 @@ def build_config(arguments: argparse.Namespace) -> BudgetGRPOConfig:
         max_steps=arguments.steps,
         logging_steps=1,
         disable_tqdm=False,
-        save_strategy="no",
+        **saving_settings(arguments),
         report_to="none",
         seed=arguments.seed,
     )
@@ -116,6 +118,7 @@ def parse_arguments(command_line: list[str] | None = None) -> argparse.Namespace
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems and the sampling")
     parser.add_argument("--output-dir", type=Path, default=Path("out/long_context_qwen3_4b"))
     parser.add_argument("--cache-dir", type=Path, default=Path("out/models"), help="where random weights are kept")
+    add_saving_arguments(parser)
     arguments = parser.parse_args(command_line)
     if arguments.completions % NUM_GENERATIONS:
         parser.error(f"--completions {arguments.completions} is no multiple of {NUM_GENERATIONS}, those of a problem")
@@ -126,12 +129,12 @@ def parse_arguments(command_line: list[str] | None = None) -> argparse.Namespace
 
 
 def main() -> None:
-    """Train, then write the record and the picture of the reward."""
+    """Train and save the model, then write the record and the picture of the reward."""
     arguments = parse_arguments()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(arguments)
     recorder = record_run(trainer, 1, arguments.output_dir, vars(arguments))
-    trainer.train()
+    train_and_save(trainer, arguments)
     name = arguments.shape if arguments.shape_only else arguments.model
     title = f"{name}, {TASK}, a card of {arguments.card} GB, seed {arguments.seed}"
     finish_run(arguments.output_dir, trainer, recorder, vars(arguments), title, "reward (verifier's score)")

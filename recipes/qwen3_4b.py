@@ -1,4 +1,4 @@
-"""GRPO on all weights of Qwen3-4B, with vLLM in the same process, on cards of 16, 24 or 48 GB, one or several.
+"""GRPO on Qwen3-4B, all weights or adapters, with vLLM in the same process, on cards of 16, 24 or 48 GB.
 
 The optimizer is in host memory (about 65 GB of RAM, 80 with two cards, which share it), policy and vLLM share one copy
 of the weights on each card, and the rest is vLLM's cache during rollouts and the update's activations afterwards.
@@ -7,19 +7,24 @@ reasoning-gym (`chain_sum`); the reward is the verifier's score of the last numb
 
     pip install "trl-budget[vllm]" reasoning-gym
     python recipes/qwen3_4b.py --card 24
+    python recipes/qwen3_4b.py --card 16 --lora 32                 # adapters over a bf16 base: 8 GB of RAM, not 65
     python recipes/qwen3_4b.py --card 16 --shape-only --steps 3    # random weights: no download, no learning
     accelerate launch --config_file accelerate_configs/ddp_2gpu_pcie.yaml recipes/qwen3_4b.py --card 48
 
-On a larger card the training behaves as if the card had `--card` GB.
+Every 50 steps a checkpoint of 52 GiB is written and the one before deleted; `--resume` goes on from the last. The
+model is saved at the end. On a larger card the training behaves as if the card had `--card` GB.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import reasoning_gym
 import torch
 from _curves import finish_run, record_run
+from _saving import add_saving_arguments, saving_settings, train_and_save
 from datasets import Dataset
+from peft import LoraConfig
 from quickstart import byte_tokenizer
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_smollm2_135m import NUM_PROBLEMS, verifier_reward
@@ -141,7 +146,10 @@ def build_config(arguments: argparse.Namespace) -> BudgetGRPOConfig:
         vllm_mode="colocate",
         vllm_max_model_length=MAX_PROMPT_LENGTH + card["max_completion_length"],
         **card,
-        learning_rate=1e-6,
+        model_init_kwargs={"dtype": "bfloat16"}
+        if arguments.lora
+        else None,  # all weights are trained from fp32 masters
+        learning_rate=1e-5 if arguments.lora else 1e-6,
         lr_scheduler_type="constant",
         per_device_train_batch_size=4,
         gradient_accumulation_steps=arguments.completions // 4,
@@ -149,7 +157,7 @@ def build_config(arguments: argparse.Namespace) -> BudgetGRPOConfig:
         max_steps=arguments.steps,
         logging_steps=1,
         disable_tqdm=False,
-        save_strategy="no",
+        **saving_settings(arguments),
         report_to="none",
         seed=arguments.seed,
     )
@@ -175,35 +183,51 @@ def build_trainer(arguments: argparse.Namespace) -> BudgetGRPOTrainer:
         args=config,
         reward_funcs=verifier_reward(problems),
         train_dataset=chat_prompts(problems),
+        peft_config=adapters(arguments.lora) if arguments.lora else None,
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line of this recipe."""
-    parser = argparse.ArgumentParser(description="Full-parameter GRPO on Qwen3-4B, on cards of 16 to 48 GB.")
+def adapters(rank: int) -> LoraConfig:
+    """Adapters on every linear layer but the LM head.
+
+    Args:
+        rank: Of each.
+    """
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def parse_arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line of this recipe.
+
+    Args:
+        command_line: Its words; those of the process by default.
+    """
+    parser = argparse.ArgumentParser(description="GRPO on Qwen3-4B, on one or several cards of 16 to 48 GB.")
     parser.add_argument("--card", type=int, choices=CARDS, default=24, help="memory of the card in GB")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--completions", type=int, default=64, help="of a step and card, a multiple of 8")
     parser.add_argument("--max-completion-length", type=int, help="default: 8192, 4096, 2048 for 48, 24, 16 GB")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of all weights")
     parser.add_argument("--model", default=MODEL, help="a name on the hub or a folder")
     parser.add_argument("--shape-only", action="store_true", help="random weights of the shape, nothing is downloaded")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b", help="of the random weights")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems and the sampling")
     parser.add_argument("--output-dir", type=Path, default=Path("out/qwen3_4b"))
     parser.add_argument("--cache-dir", type=Path, default=Path("out/models"), help="where random weights are kept")
-    arguments = parser.parse_args()
+    add_saving_arguments(parser)
+    arguments = parser.parse_args(command_line)
     if arguments.completions % 8:
         parser.error(f"--completions {arguments.completions} is no multiple of 8, the completions of one problem")
     return arguments
 
 
 def main() -> None:
-    """Train, then write the record and the picture of the reward."""
+    """Train and save the model, then write the record and the picture of the reward."""
     arguments = parse_arguments()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(arguments)
     recorder = record_run(trainer, 1, arguments.output_dir, vars(arguments))
-    trainer.train()
+    train_and_save(trainer, arguments)
     name = arguments.shape if arguments.shape_only else arguments.model
     num_cards = trainer.accelerator.num_processes
     cards = f"{num_cards} cards" if num_cards > 1 else "a card"

@@ -20,6 +20,7 @@ from pathlib import Path
 import reasoning_gym
 import torch
 from _curves import finish_run, record_run
+from _saving import add_saving_arguments, saving_settings, train_and_save
 from datasets import Dataset
 from reasoning_gym.dataset import ProceduralDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -206,7 +207,7 @@ def build_trainer(arguments: argparse.Namespace, device: str) -> GRPOTrainer:
         max_steps=arguments.steps,
         logging_steps=1,
         disable_tqdm=False,
-        save_strategy="no",
+        **saving_settings(arguments),
         report_to="none",
         seed=arguments.seed,
         **rollout_settings(arguments, device),
@@ -234,6 +235,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--per-device-train-batch-size", type=int, help="default: 16 on a GPU, 8 on a CPU")
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the same process")
+    add_saving_arguments(parser)
     return parser.parse_args()
 
 
@@ -244,7 +246,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = build_trainer(arguments, device)
     recorder = record_run(trainer, 1 if device == "cpu" else 10, arguments.output_dir, vars(arguments))
-    trainer.train()
+    train_and_save(trainer, arguments)
 
     if trainer.accelerator.is_main_process:
         title = f"SmolLM2-135M-Instruct, {TASK}, seed {arguments.seed}"

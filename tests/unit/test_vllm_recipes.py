@@ -26,14 +26,26 @@ needs_levers = pytest.mark.skipif(
 )
 
 
+def arguments_4b(*words: str) -> Namespace:
+    return qwen3_4b.parse_arguments(words)
+
+
 @pytest.mark.parametrize("card", [16, 24, 48])
 def test_the_card_sets_a_budget_below_it_and_a_context_for_its_completions(card: int, tmp_path: Path) -> None:
-    arguments = Namespace(card=card, max_completion_length=None, output_dir=tmp_path, completions=64, steps=1, seed=0)
-    config = qwen3_4b.build_config(arguments)
+    config = qwen3_4b.build_config(arguments_4b("--card", str(card), "--output-dir", str(tmp_path)))
     assert 0.9 * card * 2**30 < parse_bytes(config.device_memory_budget) < card * 2**30
     assert config.vllm_max_model_length > config.max_completion_length
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 64
     assert config.use_vllm and config.vllm_mode == "colocate"
+
+
+def test_adapters_train_on_a_bf16_base_and_all_weights_from_what_trl_loads(tmp_path: Path) -> None:
+    config = qwen3_4b.build_config(arguments_4b("--lora", "8", "--output-dir", str(tmp_path)))
+    assert config.model_init_kwargs == {"dtype": "bfloat16"} and config.learning_rate == 1e-5
+    assert (qwen3_4b.adapters(8).r, qwen3_4b.adapters(8).lora_alpha) == (8, 16)
+    config = qwen3_4b.build_config(arguments_4b("--output-dir", str(tmp_path)))
+    assert config.model_init_kwargs is None and config.learning_rate == 1e-6
+    assert (config.save_strategy, config.save_steps, config.save_total_limit) == ("steps", 50, 1)
 
 
 def test_the_cache_of_each_card_holds_a_whole_row_beside_the_weights() -> None:
