@@ -36,6 +36,8 @@ from trl import GRPOTrainer
 from trl_budget import BudgetGRPOTrainer, long_context, upstream, upstream_model
 from trl_budget.errors import SettingsError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EITHER = pytest.mark.parametrize("levers", LEVERS.values(), ids=LEVERS.keys())
 SIZES = {
     "vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -35,6 +35,8 @@ from trl_budget import BudgetGRPOTrainer
 from trl_budget.errors import UnservedLayerError
 from trl_budget.pinned import host_slab_bytes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EITHER = pytest.mark.parametrize("levers", LEVERS.values(), ids=LEVERS.keys())
 
 

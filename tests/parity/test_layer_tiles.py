@@ -15,6 +15,8 @@ from trl_budget.attention import interceptor_in_use
 from trl_budget.errors import SettingsError
 from trl_budget.layer_tiles import TileSettings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FAMILIES = ("Llama", "Qwen3", "Gemma", "Olmo2")
 WHOLE = TileSettings()
 # 57 packed tokens: a tile of one, tiles that divide and that do not, one tile for all, more than there are

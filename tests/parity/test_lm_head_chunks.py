@@ -14,6 +14,8 @@ from trl import GRPOTrainer
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 from trl_budget.errors import SettingsError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY = 258  # of the tiny model: three chunks of 100
 
 

@@ -29,6 +29,8 @@ from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 from trl_budget.errors import SettingsError
 from trl_budget.host_stores import HostStores
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 LEVERS: dict[str, Any] = {"activation_offload": "on", "tiled_mlp": 5, "attention_head_groups": 2}
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}

@@ -11,6 +11,8 @@ from trl_budget import attention
 from trl_budget.errors import UnservedAttentionError
 from trl_budget.micro_batch import RowsModel, RowSpans
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 C = max(COMPLETIONS)
 
 

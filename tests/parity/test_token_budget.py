@@ -13,6 +13,8 @@ from trl import GRPOTrainer
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 SETTINGS: dict[str, Any] = {
     "gradient_accumulation_steps": 4,

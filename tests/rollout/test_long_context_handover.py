@@ -15,6 +15,8 @@ from lever_pairs import LEVERS, OFF, SHAPE, Gradients, assert_nothing_kept, asse
 from test_handover import COPYING, NEITHER, SETTINGS, HandoverTrainer
 from tiny import save_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(autouse=True)
 def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
