@@ -25,20 +25,48 @@ _REPLACED = "original_module"  # what PEFT's `modules_to_save` trains a copy of
 
 
 def check_adapters(policy: nn.Module) -> None:
-    """Refuses adapters that cannot be merged into weights.
+    """Refuses adapters that cannot be merged into one set of weights and taken out again. Merges one layer, to see.
 
     Raises:
-        SettingsError: names their kind.
+        SettingsError: names their kind, or the weights.
     """
-    if not isinstance(policy, PeftModel) or not isinstance(policy.base_model, BaseTuner):
-        kind = type(policy).__name__
-        if isinstance(policy, PeftModel):
-            kind = str(policy.peft_config[policy.active_adapter].peft_type)
+    if not isinstance(policy, PeftModel):
+        raise _refusal(f"The policy is a {type(policy).__name__} with adapters, not a model of PEFT")
+    kind = str(policy.peft_config[policy.active_adapter].peft_type)
+    if not isinstance(policy.base_model, BaseTuner):
+        raise _refusal(f"The policy is adapted by {kind}, which adds inputs instead of weights")
+    layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
+    if any(layer.merged for layer in layers):
         raise SettingsError(
-            f"The policy is adapted by {kind}, which adds inputs instead of weights. vLLM holds one set of weights, "
-            "into which adapters are merged, so it would generate without them. "
-            "Set peft_config to a LoraConfig or another that can be merged, or use_vllm=False."
+            "The policy's adapters are merged into its base already, so that they would be added twice for vLLM. "
+            "Call unmerge_adapter() before the trainer is built."
         )
+    names = {parameter: name for name, parameter in policy.named_parameters()}
+    owners: dict[Tensor, nn.Module] = {}
+    for layer in layers:
+        assert isinstance(layer, nn.Module)
+        for parameter in layer.parameters():
+            owner = owners.setdefault(parameter, layer)
+            if layer not in owner.modules() and not _storages(layer) <= _storages(owner):
+                raise _refusal(f"Two adapters of their own change {names[parameter]}, which the model ties")
+    try:
+        with _merged(layers[0], None):
+            pass
+    except NotImplementedError as error:
+        raise _refusal(f"The policy is adapted by {kind}, which PEFT cannot merge") from error
+    if layers[0].merged:
+        raise _refusal(f"The policy is adapted by {kind}, which PEFT cannot take out again")
+
+
+def _refusal(what: str) -> SettingsError:
+    return SettingsError(
+        f"{what}. vLLM holds one set of weights, into which adapters are merged, so it would generate with others "
+        "than the policy's. Set peft_config to a LoraConfig or another that can be merged, or use_vllm=False."
+    )
+
+
+def _storages(layer: nn.Module) -> set[int]:
+    return {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
 
 
 @torch.no_grad()
@@ -61,12 +89,15 @@ def merged_weights(policy: nn.Module, parked: ParkedWeights | None) -> Iterator[
     layers: dict[Tensor, nn.Module] = {}
     for module in policy.modules():  # the outermost comes first
         if isinstance(module, BaseTunerLayer):
-            layers = {**dict.fromkeys(module.parameters(), module), **layers}
-    for layer, pairs in itertools.groupby(policy.named_parameters(), key=lambda pair: layers.get(pair[1])):
+            for parameter in module.parameters():
+                layers.setdefault(parameter, module)
+    named = list(policy.named_parameters())
+    for layer, pairs in itertools.groupby(named, key=lambda pair: layers.get(pair[1])):
         with _merged(layer, away) if layer is not None else nullcontext():
-            for name, parameter in pairs:
+            for name, _ in pairs:
                 if _REPLACED in name or policy.base_model.prefix in name:
                     continue
+                parameter = policy.get_parameter(name)  # some kinds of adapters merge by taking the base's place
                 value = parameter.detach() if layer is not None else values.get(name, parameter.detach())
                 yield plain_name(name), value
 
@@ -74,9 +105,10 @@ def merged_weights(policy: nn.Module, parked: ParkedWeights | None) -> Iterator[
 @contextmanager
 def _merged(layer: nn.Module, away: ParkedWeights | None) -> Iterator[None]:
     """While it lasts, `layer` is on the device and merged; afterwards its parameters have their old bits and place."""
-    with away.lent(layer.parameters()) if away is not None else nullcontext():
-        originals = [(parameter, parameter.data) for parameter in layer.parameters()]
-        copies = [original.clone() for _, original in originals] if away is None else []
+    parameters = list(layer.parameters())
+    copies = [(p.data, p.data.clone()) for p in parameters if p.untyped_storage().nbytes() > 0]  # not those away
+    with away.lent(layer) if away is not None else nullcontext():
+        places = [(parameter, parameter.data) for parameter in parameters]
         tuners = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]
         try:
             for tuner in tuners:
@@ -88,8 +120,8 @@ def _merged(layer: nn.Module, away: ParkedWeights | None) -> Iterator[None]:
                     if tuner.merged:
                         tuner.unmerge()  # for what it notes; its difference is overwritten
             finally:
-                for parameter, original in originals:
-                    if parameter.data_ptr() != original.data_ptr():
-                        parameter.data = original
-                for (_, original), copy in zip(originals, copies, strict=False):
-                    original.copy_(copy)
+                for parameter, place in places:
+                    if parameter.data_ptr() != place.data_ptr():
+                        parameter.data = place
+                for place, copy in copies:
+                    place.copy_(copy)

@@ -2,7 +2,8 @@
 
 Overrides that delegate, over TRL 1.16. The engine is started here instead of in TRL's constructor, with the trainer's
 models off the card; it holds the card while it generates and gives it back after the last generation of a step.
-Reference and reward models are on the card while they score. Bytes move, no number changes.
+Reference and reward models are on the card while they score. Bytes move and no number changes, but for a frozen base
+under adapters, which TRL rounds at every sync and which keeps its bits here.
 """
 
 from __future__ import annotations

@@ -108,17 +108,18 @@ def tiled_layers_without_gradient(model: nn.Module, settings: TileSettings) -> I
     """
     _check_attention(model)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    originals = [(layer, vars(layer).get("forward")) for layer in layers]
+    replaced = ("forward", "gradient_checkpointing")  # transformers 5.24 checkpoints within `forward`
+    originals = [{name: vars(layer)[name] for name in replaced if name in vars(layer)} for layer in layers]
     for layer in layers:
-        vars(layer)["forward"] = _tiled_forward(layer, layer.forward, settings)
+        vars(layer).update(forward=_tiled_forward(layer, layer.forward, settings), gradient_checkpointing=False)
     try:
         with torch.no_grad():
             yield
     finally:
-        for layer, original in originals:
-            del vars(layer)["forward"]
-            if original is not None:
-                vars(layer)["forward"] = original
+        for layer, original in zip(layers, originals, strict=True):
+            for name in replaced:
+                vars(layer).pop(name, None)
+            vars(layer).update(original)
 
 
 def _tiled_forward(layer: nn.Module, forward: Callable[..., Tensor], settings: TileSettings) -> Callable[..., Tensor]:

@@ -53,12 +53,19 @@ def plan_layers(trainer: Any, shape: ModelShape, *, copies_to_come: int) -> Long
         facts = dataclasses.replace(facts, draws_random_numbers=any(gather_object([upstream.draws(trainer)])))
         plan = resolve_long_context(fields, facts, shape)
     if plan.levers.splits_layers:
-        facts = dataclasses.replace(facts, tiling_fault=_fault_on_any_rank(trainer, plan.levers))
+        fault = _reference_fault(trainer.ref_model) or _fault_on_any_rank(trainer, plan.levers)
+        facts = dataclasses.replace(facts, tiling_fault=fault)
         plan = resolve_long_context(fields, facts, shape)
     if plan.levers.offload and not plan.levers.splits_layers:
         facts = dataclasses.replace(facts, trial_fault=_fault_on_any_rank(trainer, plan.levers))
         plan = resolve_long_context(fields, facts, shape)
     return plan
+
+
+def _reference_fault(reference: nn.Module | None) -> str | None:
+    """Why a reference model cannot run in the policy's tiles; the same on every rank."""
+    names = upstream.undispatched_attention(reference) if reference is not None else set()
+    return f"the reference model computes attention with {', '.join(sorted(names))}" if names else None
 
 
 def _fault_on_any_rank(trainer: Any, levers: MemoryLevers) -> str | None:

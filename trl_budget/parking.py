@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +88,7 @@ class ParkedWeights:
         self._room = HostRoom(f"the parked weights of the {name}", pin=pin, allocate=allocate)
         self._parked: list[_ParkedStorage] | None = None
         self._guards: list[RemovableHandle] = []
+        self._lent: set[nn.Module] = set()
         self._when_dropped: weakref.finalize[..., ParkedWeights] | None = None
         self._storages_to_park()
 
@@ -120,7 +120,7 @@ class ParkedWeights:
             self._parked = self._saved()
         try:
             if not self._guards:
-                self._guards = _guard(self._module, self.name)
+                self._guards = _guard(self._module, self.name, self._lent)
                 away = weakref.ref(self._module), self._parked, self._guards
                 self._when_dropped = weakref.finalize(self, _bring_back, *away)
                 self._when_dropped.atexit = False
@@ -157,27 +157,29 @@ class ParkedWeights:
         return iter(self._host_views(self._parked))
 
     @contextmanager
-    def lent(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Some of the parked weights are on the device meanwhile; what is written to them there is lost.
+    def lent(self, part: nn.Module) -> Iterator[None]:
+        """One part's parked weights are on the device meanwhile, and it runs; what is written to them there is lost.
 
         Args:
-            tensors: parameters or buffers; those that stayed on the device are left alone.
+            part: a module of the parked one. What stayed of it on the device is left alone.
 
         Raises:
             ParkedError: the weights are not parked.
         """
         if self._parked is None:
             raise ParkedError(
-                f"Weights of the {self.name} were to be lent to the device, where all of them are already. What is "
-                "written to them would stay. Call `park()` first."
+                f"A part of the {self.name} was to be lent to the device, where all of it is already. What is written "
+                "to its weights would stay. Call `park()` first."
             )
-        storages = {tensor.untyped_storage() for tensor in tensors}
+        storages = {tensor.untyped_storage() for tensor in itertools.chain(part.parameters(), part.buffers())}
         entries = [entry for entry in self._parked if entry.storage in storages]
         try:
             for entry in entries:
                 entry.restore()
+            self._lent.update(part.modules())
             yield
         finally:
+            self._lent.difference_update(part.modules())
             for entry in entries:
                 entry.free()
 
@@ -296,13 +298,16 @@ def _restore(parked: list[_ParkedStorage], guards: list[RemovableHandle]) -> Non
 
 
 class _Refusal:
-    """A hook that raises. Holds a name and nothing else, so that it keeps nothing alive."""
+    """A hook that raises, but for parts that are lent. Holds nothing else, so that it keeps nothing alive."""
 
-    def __init__(self, name: str, use: str) -> None:
+    def __init__(self, name: str, use: str, lent: Set[nn.Module]) -> None:
         self._name = name
         self._use = use
+        self._lent = lent
 
-    def __call__(self, *_: object) -> NoReturn:
+    def __call__(self, part: nn.Module, *_: object) -> None:
+        if part in self._lent:
+            return
         raise ParkedError(
             f"The {self._name} was {self._use} while its weights are parked in host memory. Their device memory has "
             "been given back, so there are no values to work on. "
@@ -310,11 +315,11 @@ class _Refusal:
         )
 
 
-def _guard(module: nn.Module, name: str) -> list[RemovableHandle]:
-    """Makes `module` and all parts of it refuse to run, to be loaded and to be saved."""
+def _guard(module: nn.Module, name: str, lent: Set[nn.Module]) -> list[RemovableHandle]:
+    """Makes `module` and all parts of it that are not in `lent` refuse to run, to be loaded and to be saved."""
     handles: list[RemovableHandle] = []
     for part in module.modules():
-        handles.append(part.register_forward_pre_hook(_Refusal(name, "run"), prepend=True))
-        handles.append(part.register_state_dict_pre_hook(_Refusal(name, "saved")))
-        handles.append(part.register_load_state_dict_pre_hook(_Refusal(name, "loaded")))
+        handles.append(part.register_forward_pre_hook(_Refusal(name, "run", lent), prepend=True))
+        handles.append(part.register_state_dict_pre_hook(_Refusal(name, "saved", lent)))
+        handles.append(part.register_load_state_dict_pre_hook(_Refusal(name, "loaded", lent)))
     return handles

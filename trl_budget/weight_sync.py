@@ -1,6 +1,7 @@
 """How vLLM comes to have the policy's weights, and whether it has: shared once, or copied and compared.
 
-Loads through vLLM's own loader, from the parked policy's host copy. What is compared is compared bit by bit.
+Shared weights are loaded through vLLM's own loader first, from the parked policy. What is compared is compared bit by
+bit.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class WeightSync:
     def __init__(self, policy: nn.Module, verify: str) -> None:
         self._policy = policy
         self._verify = verify
+        self._num_checks = 0
         self._num_verified = 0
         self._shared: list[WeightView] | None = None
 
@@ -76,15 +78,16 @@ class WeightSync:
         """
         if self._shared is not None:
             self._check_shared(engine_model, self._shared)
-        if self._verify == "off" or (self._verify == "first" and self._num_verified > 0):
+        if self._verify == "off" or (self._verify == "first" and self._num_checks > 0):
             return
-        self._num_verified += 1
+        self._num_checks += 1
         views = plan_views(self._policy, engine_model, upstream_vllm.packed_modules(engine_model))
         if isinstance(views, str):
             logger.info("vLLM's weights are not compared with the policy's: %s", views)
             return
         with closing(self._with_buffers(values())) as named:  # a layer may be merged when the first difference ends it
             difference = first_difference(named, engine_model, views)
+        self._num_verified += 1
         if difference is not None:
             raise WeightSyncError(
                 f"After the weight sync of step {step}, {difference}. vLLM would generate with other weights than the "

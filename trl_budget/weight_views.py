@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 SHARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,7 +70,8 @@ def plan_views(
         A view for each name of the policy, tied names included, or one sentence that says why there cannot be any.
     """
     named = policy.named_parameters(remove_duplicate=False)
-    ours = {plain_name(name): _Named(name, p) for name, p in named if not _is_adapter(name)}
+    kinds = ("lora_", *([str(policy.base_model.prefix)] if isinstance(policy, PeftModel) else []))
+    ours = {plain_name(name): _Named(name, p) for name, p in named if not _is_adapter(name, kinds)}
     theirs = [_Named(*pair) for pair in vllm_model.named_parameters(remove_duplicate=False)]
     reason = (
         _first(map(_vllm_fault, theirs))
@@ -105,8 +107,8 @@ def plain_name(name: str) -> str:
     return name.replace("modules_to_save.default.", "")
 
 
-def _is_adapter(name: str) -> bool:
-    return any(part.startswith("lora_") or part == "original_module" for part in name.split("."))
+def _is_adapter(name: str, kinds: tuple[str, ...]) -> bool:
+    return any(part.startswith(kinds) or part == "original_module" for part in name.split("."))
 
 
 def _parts(plain_name: str, ours: Mapping[str, _Named], packed_modules: Mapping[str, Sequence[str]]) -> list[_Named]:

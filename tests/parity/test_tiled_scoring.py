@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from lever_pairs import ALL, OFF, OFFLOAD, PACKED, SHAPE, build, lora, prompts
 from live_memory import LiveBytes
 from tiled_models import checkpointing_model, lora_model, loss_of
-from tiny import save_tiny_model
+from tiny import save_tiny_model, tiny_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,6 +23,8 @@ from trl_budget.attention import packed_rows
 from trl_budget.errors import SettingsError
 from trl_budget.layer_checkpoint import tiled_layers, tiled_layers_without_gradient
 from trl_budget.layer_tiles import TileSettings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS = TileSettings(8, 2)
 KINDS = ["Llama", "Qwen3", "Olmo2", "Gemma", "Gemma3_text", "Mistral with a window of 5"]
@@ -66,11 +69,15 @@ class WidestMlp:
         for model in models:
             for name, module in model.named_modules():
                 if name.endswith("mlp"):
-                    module.register_forward_hook(self._note)
+                    module.forward = self._watching(module.forward)  # with a hook, a layer would leave nothing out
 
-    def _note(self, _: nn.Module, args: tuple[Tensor, ...], __: Tensor) -> None:
-        if self.is_watched and not torch.is_grad_enabled():
-            self.tokens = max(self.tokens, args[0].shape[1])
+    def _watching(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def watched(hidden_states: Tensor) -> Tensor:
+            if self.is_watched and not torch.is_grad_enabled():
+                self.tokens = max(self.tokens, hidden_states.shape[1])
+            return forward(hidden_states)
+
+        return watched
 
 
 @torch.no_grad()
@@ -224,6 +231,14 @@ def test_whatever_scores_rows_runs_in_tiles(settings: Any, kwargs: Any, tmp_path
     for theirs, ours in zip(logged, mine, strict=True):
         for name in {"loss", "kl", "eval_loss", "entropy"} & set(theirs):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-4, abs=2e-6)
+
+
+def test_a_reference_with_another_attention_is_refused_when_the_trainer_is_built(tmp_path: Path) -> None:
+    model = tiny_model(**SHAPE)
+    model.config._name_or_path = save_tiny_model(tmp_path / "model", **SHAPE)
+    settings = {"beta": 0.1, "model_init_kwargs": {"attn_implementation": "eager"}, "max_steps": 2}
+    with pytest.raises(SettingsError, match="the reference model computes attention with eager"):
+        build(BudgetGRPOTrainer, tmp_path, model, **ALL, **settings)
 
 
 def test_offload_alone_leaves_scoring_as_it_is(tmp_path: Path) -> None:

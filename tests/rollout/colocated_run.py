@@ -68,4 +68,6 @@ if __name__ == "__main__":
     )
     trainer.train()
     result = {"log": comparable_log(trainer), "weights": weights(trainer), "before": before, "forwards": forwards}
+    if kind == "lora":
+        result["num_verified"] = trainer._weight_sync._num_verified
     torch.save(result, out)

@@ -81,6 +81,7 @@ def test_training_with_colocated_vllm_equals_stock(runs: dict[str, dict[str, Any
 def test_adapters_train_as_in_stock_and_vllm_has_them_merged(tmp_path: Path) -> None:
     """Every tensor of vLLM is compared after every sync; stock's base has its old bits back after each."""
     stock, ours = run("stock lora", tmp_path), run("lora", tmp_path)
+    assert ours["num_verified"] == 3
     assert ours["log"] == stock["log"]
     assert max_difference(ours["weights"], stock["weights"]) == 0.0
     moved = {name for name, value in ours["weights"].items() if not torch.equal(value, ours["before"][name])}

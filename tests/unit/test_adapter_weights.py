@@ -10,14 +10,22 @@ from typing import Any
 import pytest
 import torch
 from fake_vllm import FusedModel
-from peft import IA3Config, LoHaConfig, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    GloraConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_budget.adapter_weights import check_adapters, merged_weights
-from trl_budget.errors import SettingsError, WeightSyncError
+from trl_budget.errors import ParkedError, SettingsError, WeightSyncError
 from trl_budget.parking import ParkedWeights
 from trl_budget.weight_sync import WeightSync
 from trl_budget.weight_views import plain_name
@@ -39,6 +47,8 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
         target_parameters=["experts.gate_up_proj", "experts.down_proj"],
         init_lora_weights=False,
     ),
+    "tuned norms": lambda: LNTuningConfig(target_modules=["norm", "input_layernorm"]),
+    "glora": lambda: GloraConfig(r=4, target_modules=["q_proj", "up_proj"]),
     "ia3": lambda: IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
     ),
@@ -61,6 +71,9 @@ def adapted(kind: str = "lora", dtype: torch.dtype = torch.bfloat16) -> Any:
     policy = get_peft_model(model, ADAPTERS[kind]())
     if kind == "saved modules":
         nn.init.normal_(policy.base_model.model.model.norm.modules_to_save["default"].weight)
+    for parameter in policy.parameters():
+        if parameter.requires_grad and kind in ("tuned norms", "glora"):  # made as zeros, ones or a copy
+            nn.init.normal_(parameter, 0.0, 0.3)
     return policy
 
 
@@ -189,6 +202,38 @@ def test_what_stays_on_the_device_for_ddp_is_merged_from_there() -> None:
     assert all((p.untyped_storage().nbytes() > 0) == p.requires_grad for p in policy.parameters())
 
 
+def test_a_bias_that_is_trained_and_stays_on_the_device_keeps_its_bits() -> None:
+    model = tiny_model(attention_bias=True, tie_word_embeddings=False).bfloat16()
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, lora_bias=True, bias="lora_only")
+    policy = get_peft_model(model, config)
+    for name, parameter in policy.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(parameter, 0.0, 0.3)
+    before, expected = state(policy), values(policy)
+    parked = ParkedWeights(policy, "policy", device_type="cpu", keeps=lambda tensor: tensor.requires_grad)
+    parked.park()
+    for _ in range(3):
+        assert_equal(values(policy, parked), expected)
+    parked.unpark()
+    assert_equal(state(policy), before)
+
+
+def test_a_part_that_is_lent_runs_and_the_others_refuse() -> None:
+    policy = adapted()
+    parked = parking(policy, is_away=True)
+    first, second = policy.base_model.model.model.layers
+    assert parked is not None
+    with parked.lent(first.mlp):
+        assert first.mlp(torch.ones(1, 1, 64, dtype=torch.bfloat16)).shape == (1, 1, 64)
+        with pytest.raises(ParkedError):
+            second.mlp(torch.ones(1, 1, 64, dtype=torch.bfloat16))
+    with pytest.raises(ParkedError):
+        first.mlp(torch.ones(1, 1, 64, dtype=torch.bfloat16))
+    parked.unpark()
+    with pytest.raises(ParkedError, match="already"), parked.lent(first.mlp):
+        pass
+
+
 def test_only_the_active_adapter_is_merged() -> None:
     policy = adapted()
     policy.add_adapter("other", ADAPTERS["lora"]())
@@ -200,7 +245,36 @@ def test_adapters_that_no_weight_can_hold_are_refused() -> None:
     policy = get_peft_model(tiny_model(), config)
     with pytest.raises(SettingsError, match=r"PROMPT_TUNING.*merged"):
         check_adapters(policy)
-    check_adapters(adapted())
+    with pytest.raises(SettingsError, match="Qwen3ForCausalLM with adapters"):
+        check_adapters(tiny_model())
+
+
+@KINDS
+def test_adapters_that_can_be_merged_pass_and_keep_their_bits(kind: str) -> None:
+    policy = adapted(kind)
+    before = state(policy)
+    check_adapters(policy)
+    assert_equal(state(policy), before)
+
+
+def test_adapters_that_are_merged_already_are_refused() -> None:
+    policy = adapted()
+    policy.merge_adapter()
+    with pytest.raises(SettingsError, match="unmerge_adapter"):
+        check_adapters(policy)
+
+
+@pytest.mark.parametrize("is_one_adapter", [False, True])
+def test_two_adapters_of_one_tied_weight_are_refused_and_a_tied_adapter_is_not(is_one_adapter: bool) -> None:
+    config = LoraConfig(
+        r=4, target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=is_one_adapter, init_lora_weights=False
+    )
+    policy = get_peft_model(tiny_model(tie_word_embeddings=True), config)
+    if is_one_adapter:
+        check_adapters(policy)
+        return
+    with pytest.raises(SettingsError, match=r"embed_tokens\.base_layer\.weight, which the model ties"):
+        check_adapters(policy)
 
 
 # After a sync
