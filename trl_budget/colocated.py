@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -153,13 +153,14 @@ class ColocatedTrainer(CheckedTrainer):
         """Whether adapters are merged layer by layer; TRL merges those of a quantized base, whose sums are its own."""
         return self._rollout_facts.is_adapter and self._rollout_facts.quantization is None
 
-    def _policy_weights(self) -> Iterable[tuple[str, Tensor]]:
+    def _policy_weights(self) -> Generator[tuple[str, Tensor]]:
         """Names and values of the weights that vLLM is to hold, from wherever the policy is."""
-        assert self.model is not None
+        policy, parked = self.model, self._parked_policy
+        assert policy is not None
         if self._merges_adapters:
-            return merged_weights(self.model, self._parked_policy)
-        parked = self._parked_policy
-        return named_values(self.model) if parked is None or not parked.is_parked else parked.host_tensors()
+            yield from merged_weights(policy, parked)
+        else:
+            yield from named_values(policy) if parked is None or not parked.is_parked else parked.host_tensors()
 
     def _build_card(self, policy: nn.Module) -> Card:
         if not self._rollout_plan.parks:

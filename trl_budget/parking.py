@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trl_budget.errors import HostMemoryError, ParkedError, SettingsError
 from trl_budget.host_room import HostRoom
+from trl_budget.parking_guard import refuse_use
 from trl_budget.pinned import HostSlab
 
 
@@ -120,7 +121,7 @@ class ParkedWeights:
             self._parked = self._saved()
         try:
             if not self._guards:
-                self._guards = _guard(self._module, self.name, self._lent)
+                self._guards = refuse_use(self._module, self.name, self._lent)
                 away = weakref.ref(self._module), self._parked, self._guards
                 self._when_dropped = weakref.finalize(self, _bring_back, *away)
                 self._when_dropped.atexit = False
@@ -295,31 +296,3 @@ def _restore(parked: list[_ParkedStorage], guards: list[RemovableHandle]) -> Non
             entry.restore()
     for guard in guards:
         guard.remove()
-
-
-class _Refusal:
-    """A hook that raises, but for parts that are lent. Holds nothing else, so that it keeps nothing alive."""
-
-    def __init__(self, name: str, use: str, lent: Set[nn.Module]) -> None:
-        self._name = name
-        self._use = use
-        self._lent = lent
-
-    def __call__(self, part: nn.Module, *_: object) -> None:
-        if part in self._lent:
-            return
-        raise ParkedError(
-            f"The {self._name} was {self._use} while its weights are parked in host memory. Their device memory has "
-            "been given back, so there are no values to work on. "
-            f"Call `unpark()` first, or do it inside `with residency.present({self._name!r})`."
-        )
-
-
-def _guard(module: nn.Module, name: str, lent: Set[nn.Module]) -> list[RemovableHandle]:
-    """Makes `module` and all parts of it that are not in `lent` refuse to run, to be loaded and to be saved."""
-    handles: list[RemovableHandle] = []
-    for part in module.modules():
-        handles.append(part.register_forward_pre_hook(_Refusal(name, "run", lent), prepend=True))
-        handles.append(part.register_state_dict_pre_hook(_Refusal(name, "saved", lent)))
-        handles.append(part.register_load_state_dict_pre_hook(_Refusal(name, "loaded", lent)))
-    return handles

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,7 +60,7 @@ class EngineSettings:
     dtype: str | None = None
     start: Callable[[], None] = lambda: None
     adopt: Callable[[Any], bool] = lambda _: False
-    weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+    weights: Callable[[], Generator[tuple[str, Tensor]]] | None = None
     after_sync: Callable[[Any], None] = lambda _: None
     build: Callable[..., Any] | None = None
 
@@ -216,8 +216,10 @@ class ColocatedGeneration(VLLMGeneration):
     def _weights(self) -> Generator[tuple[str, Tensor]]:
         if self._settings.weights is None:
             yield from self._iter_named_params()
-        else:
-            yield from ((self._fix_param_name_to_vllm(name), weight) for name, weight in self._settings.weights())
+            return
+        with closing(self._settings.weights()) as weights:
+            for name, weight in weights:
+                yield self._fix_param_name_to_vllm(name), weight
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As TRL 1.16; wakes the engine and leaves it awake until the session ends, if there is one.
