@@ -7,7 +7,7 @@ reasoning-gym (`chain_sum`); the reward is the verifier's score of the last numb
 
     pip install "trl-budget[vllm]" reasoning-gym
     python recipes/qwen3_4b.py --card 24
-    python recipes/qwen3_4b.py --card 16 --lora 32                 # adapters over a bf16 base: 8 GB of RAM, not 65
+    python recipes/qwen3_4b.py --card 16 --lora 32                 # adapters, with their optimizer on the card
     python recipes/qwen3_4b.py --card 16 --shape-only --steps 3    # random weights: no download, no learning
     accelerate launch --config_file accelerate_configs/ddp_2gpu_pcie.yaml recipes/qwen3_4b.py --card 48
 
@@ -146,9 +146,8 @@ def build_config(arguments: argparse.Namespace) -> BudgetGRPOConfig:
         vllm_mode="colocate",
         vllm_max_model_length=MAX_PROMPT_LENGTH + card["max_completion_length"],
         **card,
-        model_init_kwargs={"dtype": "bfloat16"}
-        if arguments.lora
-        else None,  # all weights are trained from fp32 masters
+        # All weights are trained from fp32 masters, which are loaded as TRL loads them.
+        model_init_kwargs={"dtype": "bfloat16"} if arguments.lora else None,
         learning_rate=1e-5 if arguments.lora else 1e-6,
         lr_scheduler_type="constant",
         per_device_train_batch_size=4,
