@@ -19,6 +19,7 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
+from peft.tuners.tuners_utils import BaseTunerLayer
 from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -274,6 +275,22 @@ def test_two_adapters_of_one_tied_weight_are_refused_and_a_tied_adapter_is_not(i
         check_adapters(policy)
         return
     with pytest.raises(SettingsError, match=r"embed_tokens\.base_layer\.weight, which the model ties"):
+        check_adapters(policy)
+
+
+def test_adapters_that_peft_cannot_merge_or_take_out_again_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = adapted()
+    layer = next(module for module in policy.modules() if isinstance(module, BaseTunerLayer))
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(layer, "unmerge", lambda: None)
+    with pytest.raises(SettingsError, match="cannot take out again"):
+        check_adapters(policy)
+    layer.merged_adapters.clear()
+    monkeypatch.setattr(layer, "merge", refuse)
+    with pytest.raises(SettingsError, match="LORA, which PEFT cannot merge"):
         check_adapters(policy)
 
 
