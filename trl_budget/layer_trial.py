@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,11 +75,12 @@ def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
 @contextmanager
 def _checkpointing(model: nn.Module) -> Iterator[None]:
     """Layers call their checkpointing function, as they will once training has begun."""
+    function = partial(checkpoint, use_reentrant=False)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     names = ("gradient_checkpointing", "_gradient_checkpointing_func")
     before = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
     for layer in layers:
-        vars(layer).update(zip(names, (True, checkpoint), strict=True))
+        vars(layer).update(zip(names, (True, function), strict=True))
     try:
         yield
     finally:

@@ -203,6 +203,12 @@ def test_without_gradient_checkpointing_a_lever_is_refused(name: str, tmp_path: 
         make_trainer(BudgetGRPOTrainer, tmp_path, tiny_model(**SHAPE), BudgetGRPOConfig, **{**OFF, name: LEVERS[name]})
 
 
+def test_the_trial_warns_of_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """A torch to come may refuse a checkpoint that is not told which kind it is."""
+    make_trainer(BudgetGRPOTrainer, tmp_path, tiny_model(**SHAPE), BudgetGRPOConfig, **{**CHECKPOINTING, **LEVERS})
+    assert not [str(w.message) for w in recwarn if "use_reentrant" in str(w.message)]
+
+
 def test_a_policy_that_mixes_tokens_outside_attention_is_found_by_the_trial(tmp_path: Path) -> None:
     model = tiny_model(**SHAPE)
     layer_class = type(model.model.layers[0])
