@@ -2,7 +2,7 @@
 
 Three levers, each with its cost: layer inputs leave for host memory (copies), a layer runs in tiles of the sequence
 (smaller matrices), attention's backward runs in groups of heads (more kernels). `auto` turns them on in this order,
-and only as far as the longest row that a run may make needs them.
+and only as far as the longest pass that a run may make needs them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LongContextFacts:
         device_type: "cpu", "cuda", ...
         bf16: the training arguments' `bf16`.
         gradient_checkpointing: whether layers keep their inputs only.
-        longest_row_tokens: see `longest_row`.
+        longest_pass_tokens: see `longest_pass`.
         free_bytes: of the device, for activations: without gradients and optimizer state that are still to come; the
             least of all ranks.
         num_key_value_heads: of the policy's attention.
@@ -62,7 +62,7 @@ class LongContextFacts:
     device_type: str
     bf16: bool
     gradient_checkpointing: bool
-    longest_row_tokens: int
+    longest_pass_tokens: int
     free_bytes: int
     num_key_value_heads: int
     attention: str = "sdpa"
@@ -170,7 +170,7 @@ def check_attention_head_groups(requested: int | str) -> None:
         )
 
 
-def longest_row(
+def longest_pass(
     max_completion_length: int, vllm_max_model_length: int | None, max_tokens_per_microbatch: int | str | None
 ) -> int:
     """Tokens of the longest pass that a run may have to make, as far as its arguments tell."""
@@ -256,7 +256,7 @@ def _resolve(
     shape: ModelShape,
     with_later_levers: Sequence[MemoryLevers] = (),
 ) -> tuple[ResolvedSetting, MemoryLevers]:
-    """One field's row, and `levers` with the first candidate that lets the longest row fit, if need be.
+    """One field's row, and `levers` with the first candidate that lets the longest pass fit, if need be.
 
     Alone, or with the levers that are resolved later; else the last.
 
@@ -276,18 +276,18 @@ def _resolve(
         return ResolvedSetting(name, "off", f"turned on for bf16 on CUDA only, and this runs {where}"), levers
     if obstacles := _obstacles(facts, is_offload=name == OFFLOAD):
         return ResolvedSetting(name, "off", "; ".join(obstacles)), levers
-    without, longest = tokens_that_fit(facts.free_bytes, 0, shape, levers), facts.longest_row_tokens
+    without, longest = tokens_that_fit(facts.free_bytes, 0, shape, levers), facts.longest_pass_tokens
     if without >= longest:
-        reason = f"memory for {without:,} tokens is free, and the longest row has {longest:,}"
+        reason = f"memory for {without:,} tokens is free, and a pass has up to {longest:,}"
         return ResolvedSetting(name, "off", reason), levers
     rooms = [(tokens_that_fit(facts.free_bytes, 0, shape, candidate), candidate) for candidate in candidates]
     later = [tokens_that_fit(facts.free_bytes, 0, shape, candidate) for candidate in with_later_levers]
     rescued = [pair for pair, room in zip(rooms, later, strict=False) if room >= longest]
     room, chosen = next((pair for pair in rooms if pair[0] >= longest), (*rescued, rooms[-1])[0])
     if room <= without:
-        reason = f"the longest row has {longest:,} tokens, memory for {without:,} is free, and this would not add any"
+        reason = f"a pass has up to {longest:,} tokens, memory for {without:,} is free, and this would not add any"
         return ResolvedSetting(name, "off", reason), levers
-    reason = f"the longest row has {longest:,} tokens; memory is free for {without:,} without it, for {room:,} with it"
+    reason = f"a pass has up to {longest:,} tokens; memory is free for {without:,} without it, for {room:,} with it"
     return ResolvedSetting(name, _value(name, chosen), reason if room >= longest else f"{reason}: too few"), chosen
 
 

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl_budget.activation_memory import MemoryLevers, ModelShape, allocatable_bytes, tokens_that_fit
 from trl_budget.attention import DISPATCHED, PREFIX, dispatching_implementation, serves_windows
 from trl_budget.config import budget_setting
-from trl_budget.long_context import LongContextFacts, longest_row
+from trl_budget.long_context import LongContextFacts, longest_pass
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.trial_forward import forward_draws, packing_fault
@@ -219,7 +219,7 @@ def long_context_facts(trainer: Any, *, copies_to_come: int) -> LongContextFacts
         device_type=args.device.type,
         bf16=bool(args.bf16),
         gradient_checkpointing=bool(args.gradient_checkpointing),
-        longest_row_tokens=longest_row(
+        longest_pass_tokens=longest_pass(
             args.max_completion_length or 0,
             args.vllm_max_model_length,
             budget_setting(args, "max_tokens_per_microbatch"),

@@ -207,7 +207,7 @@ def _full_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def facts(trainer: Any, *, copies_to_come: int) -> Any:
         collected = collect(trainer, copies_to_come=copies_to_come)
-        return dataclasses.replace(collected, device_type="cuda", bf16=True, longest_row_tokens=10**6)
+        return dataclasses.replace(collected, device_type="cuda", bf16=True, longest_pass_tokens=10**6)
 
     def tokens(free: int, fixed: int, shape: Any, levers: Any) -> int:
         return 1 + levers.offload + (levers.tile_tokens is not None) + (levers.num_head_groups or 0)

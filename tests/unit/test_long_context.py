@@ -16,7 +16,7 @@ from trl_budget.long_context import (
     LongContextFacts,
     LongContextFields,
     LongContextPlan,
-    longest_row,
+    longest_pass,
     resolve_long_context,
 )
 
@@ -41,7 +41,7 @@ def facts_of(**changes: Any) -> LongContextFacts:
         "device_type": "cuda",
         "bf16": True,
         "gradient_checkpointing": True,
-        "longest_row_tokens": 10**9,
+        "longest_pass_tokens": 10**9,
         "free_bytes": CARD,
         "num_key_value_heads": 8,
     }
@@ -77,11 +77,11 @@ def groups(number: int) -> MemoryLevers:
     ],
 )
 def test_levers_come_one_by_one_as_the_longest_row_needs_them(longest: int, levers: MemoryLevers) -> None:
-    assert plan(longest_row_tokens=longest).levers == levers
+    assert plan(longest_pass_tokens=longest).levers == levers
 
 
 def test_the_rows_say_what_is_on_and_why() -> None:
-    rows = plan(longest_row_tokens=fits(OFFLOAD) + 1).settings
+    rows = plan(longest_pass_tokens=fits(OFFLOAD) + 1).settings
     assert [(row.name, row.value) for row in rows] == [
         ("activation_offload", "on"),
         ("tiled_mlp", "8192"),
@@ -99,12 +99,12 @@ def test_a_tile_is_smaller_where_a_larger_one_would_fill_the_card(tokens: int) -
     while tokens_that_fit(free, 0, SHAPE, MemoryLevers(True, tokens, 8)) < 30_000:
         free += 2**20
     assert tokens_that_fit(free, 0, SHAPE, MemoryLevers(True, 2 * tokens, 8)) < 30_000
-    assert plan(free_bytes=free, longest_row_tokens=30_000).levers.tile_tokens == tokens
+    assert plan(free_bytes=free, longest_pass_tokens=30_000).levers.tile_tokens == tokens
 
 
 def test_a_row_that_fits_with_no_lever_is_told() -> None:
     assert all(row.reason.endswith("too few") for row in plan().settings)
-    assert not any("too few" in row.reason for row in plan(longest_row_tokens=fits(TILES)).settings[1:])
+    assert not any("too few" in row.reason for row in plan(longest_pass_tokens=fits(TILES)).settings[1:])
 
 
 @pytest.mark.parametrize("facts", [{"device_type": "cpu"}, {"bf16": False}])
@@ -178,8 +178,8 @@ def test_what_was_turned_off_stays_off_and_the_others_make_up_for_it() -> None:
 
 def test_what_was_asked_for_counts_before_auto_turns_on_more() -> None:
     longest = fits(OFFLOAD) + 1
-    assert plan({"tiled_mlp": 512}, longest_row_tokens=fits(NONE)).levers == MemoryLevers(False, 512)
-    assert plan({"attention_head_groups": 8}, longest_row_tokens=longest).levers.num_head_groups == 8
+    assert plan({"tiled_mlp": 512}, longest_pass_tokens=fits(NONE)).levers == MemoryLevers(False, 512)
+    assert plan({"attention_head_groups": 8}, longest_pass_tokens=longest).levers.num_head_groups == 8
 
 
 def test_a_lever_that_would_add_no_tokens_is_left_off() -> None:
@@ -230,14 +230,14 @@ def test_unknown_values_of_the_offload_are_refused_by_name(value: Any) -> None:
         ((256, 4096, 24_576), 24_576),
     ],
 )
-def test_the_longest_row_is_the_longest_that_an_argument_allows(arguments: tuple[Any, ...], expected: int) -> None:
-    assert longest_row(*arguments) == expected
+def test_the_longest_pass_is_the_longest_that_an_argument_allows(arguments: tuple[Any, ...], expected: int) -> None:
+    assert longest_pass(*arguments) == expected
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(free=st.integers(0, 80 * GIB), longest=st.integers(1, 300_000), heads=st.integers(1, 16))
 def test_auto_never_leaves_a_row_out_that_some_choice_of_its_would_fit(free: int, longest: int, heads: int) -> None:
-    chosen = plan(free_bytes=free, longest_row_tokens=longest, num_key_value_heads=heads).levers
+    chosen = plan(free_bytes=free, longest_pass_tokens=longest, num_key_value_heads=heads).levers
     divisors = [None, *(n for n in range(2, heads + 1) if heads % n == 0)]
     ladder = [NONE, OFFLOAD, *(MemoryLevers(True, 2048, n) for n in divisors)]
     room = [tokens_that_fit(free, 0, SHAPE, levers) for levers in ladder]
