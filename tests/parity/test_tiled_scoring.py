@@ -27,11 +27,15 @@ from trl_budget.layer_tiles import TileSettings
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS = TileSettings(8, 2)
+COUNTED = {32_768: 1_124_073_472, 98_304: 3_082_813_456}  # tokens, bytes
 KINDS = ["Llama", "Qwen3", "Olmo2", "Gemma", "Gemma3_text", "Mistral with a window of 5"]
 
 
-def test_a_4b_model_holds_29_kb_per_token_and_79_in_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass with gradient holds 49,800 bytes at least, so that what fits there fits here."""
+def test_a_4b_model_holds_31_kb_per_token_and_79_in_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass with gradient holds 49,800 bytes at least, so that what fits there fits here.
+
+    On short rows the MLP of one tile holds the most. `tests/gpu/test_layer_tiles_cuda.py` compares the same counts.
+    """
 
     def varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, **features: Any) -> Tensor:
         return attention._varlen(query, key, value, bounds, features["max_length_q"], features["scaling"], None)
@@ -50,14 +54,17 @@ def test_a_4b_model_holds_29_kb_per_token_and_79_in_whole_layers(monkeypatch: py
         return live.peak
 
     def slope(settings: TileSettings | None) -> float:
-        return (peak(65536, settings) - peak(32768, settings)) / 32768
+        return (peak(131_072, settings) - peak(65_536, settings)) / 65_536
 
     monkeypatch.setattr(attention, "packed_attention", varlen)
     shape = {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8}
     with FakeTensorMode(allow_non_fake_inputs=True), packed_rows():  # shapes only: nothing is allocated or computed
         model = checkpointing_model(**shape, head_dim=128, num_hidden_layers=2, dtype=torch.bfloat16).eval()
+        peak(8192, TileSettings(4096, 8))  # in its first run a layer learns what it may leave out
         assert slope(None) == pytest.approx(79_360, abs=100)
-        assert slope(TileSettings(4096, 8)) == pytest.approx(28_690, abs=100)
+        # two hidden states, cos and sin, query, key, value, attention's output, in bf16; its softmax sums in fp32
+        assert slope(TileSettings(4096, 8)) == 2 * (2 * 2560 + 2 * 128 + (32 + 2 * 8) * 128 + 32 * 128) + 4 * 32
+        assert {n: peak(n, TileSettings(4096, 8)) for n in COUNTED} == COUNTED
 
 
 class WidestMlp:
