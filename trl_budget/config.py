@@ -60,8 +60,8 @@ class BudgetGRPOConfig(GRPOConfig):
         tiled_mlp: tokens of a tile of the sequence in which a layer runs, but for its attention: memory of the MLP
             grows with the tile and no longer with the row. 170 KB per token of the tile for a 4B model, and 0.5 GiB in
             which the weight gradients of a layer are summed over the tiles in fp32; small tiles are small matrices.
-            "auto": 2048 where the longest row does not fit with offload alone, for bf16 on CUDA. "off": a layer runs
-            whole; None is the same.
+            "auto": the largest of 8192, 4096 and 2048 that is enough, where the longest row does not fit with offload
+            alone, for bf16 on CUDA. "off": a layer runs whole; None is the same.
         attention_head_groups: in how many groups of key/value heads attention's backward runs, one after the other; a
             divisor of their number. It holds a group's fp32 gradients at a time: 8 groups take a 4B model from 95 to
             55 KB per token, with `tiled_mlp` and `activation_offload`. "auto": the fewest with which the longest row

@@ -173,7 +173,7 @@ def check_attention_head_groups(requested: int | str) -> None:
 def longest_pass(
     max_completion_length: int, vllm_max_model_length: int | None, max_tokens_per_microbatch: int | str | None
 ) -> int:
-    """Tokens of the longest pass that a run may have to make, as far as its arguments tell."""
+    """Tokens that a pass has to hold: the longest row's, or the budget that is set, as far as arguments tell."""
     budget = max_tokens_per_microbatch if isinstance(max_tokens_per_microbatch, int) else 0
     return max(max_completion_length, vllm_max_model_length or 0, budget)
 
@@ -278,16 +278,16 @@ def _resolve(
         return ResolvedSetting(name, "off", "; ".join(obstacles)), levers
     without, longest = tokens_that_fit(facts.free_bytes, 0, shape, levers), facts.longest_pass_tokens
     if without >= longest:
-        reason = f"memory for {without:,} tokens is free, and a pass has up to {longest:,}"
+        reason = f"memory for {without:,} tokens is free, and {longest:,} have to fit"
         return ResolvedSetting(name, "off", reason), levers
     rooms = [(tokens_that_fit(facts.free_bytes, 0, shape, candidate), candidate) for candidate in candidates]
     later = [tokens_that_fit(facts.free_bytes, 0, shape, candidate) for candidate in with_later_levers]
     rescued = [pair for pair, room in zip(rooms, later, strict=False) if room >= longest]
     room, chosen = next((pair for pair in rooms if pair[0] >= longest), (*rescued, rooms[-1])[0])
     if room <= without:
-        reason = f"a pass has up to {longest:,} tokens, memory for {without:,} is free, and this would not add any"
+        reason = f"{longest:,} tokens have to fit, memory for {without:,} is free, and this would not add any"
         return ResolvedSetting(name, "off", reason), levers
-    reason = f"a pass has up to {longest:,} tokens; memory is free for {without:,} without it, for {room:,} with it"
+    reason = f"{longest:,} tokens have to fit; memory is free for {without:,} without it, for {room:,} with it"
     return ResolvedSetting(name, _value(name, chosen), reason if room >= longest else f"{reason}: too few"), chosen
 
 
