@@ -101,14 +101,14 @@ class HostMemoryPlan:
         return state // self.num_ranks
 
     def table(self) -> str:
-        """The plan as text: one row per owner of memory, in GiB, for the node and for each rank's share."""
+        """The plan as text, in GiB: what the node holds and the sum of it, then each rank's share of that."""
         title = f"host memory of a node, {self.num_ranks} ranks, {self.sharding}"
         lines = [f"{title:<50}{'GiB':>9}"]
         lines += [f"  {name:<48}{nbytes / 2**30:>9.2f}" for name, nbytes in self.rows.items()]
-        lines += [
-            f"  {f'masters and moments of rank {rank}':<48}{self.owned_bytes(rank) / 2**30:>9.2f}"
-            for rank in range(self.num_ranks)
-        ]
         per_element = self.node_bytes / max(self.num_elements, 1)
         lines.append(f"  {f'sum, {per_element:.0f} bytes per parameter':<48}{self.node_bytes / 2**30:>9.2f}")
+        lines += [
+            f"    {f'of it masters and moments of rank {rank}':<46}{self.owned_bytes(rank) / 2**30:>9.2f}"
+            for rank in range(self.num_ranks)
+        ]
         return "\n".join(lines)

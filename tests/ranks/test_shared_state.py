@@ -81,7 +81,9 @@ def test_the_plan_of_a_4b_policy() -> None:
             assert plan.node_bytes == one.node_bytes + 4 * elements * (num_ranks - 1)
             assert sum(map(plan.owned_bytes, range(num_ranks))) == 12 * elements
     assert HostMemoryPlan(elements, num_in_place=elements).node_bytes == 8 * elements
-    assert "20 bytes per parameter" in HostMemoryPlan(elements, 2).table()
+    total, *ranks = HostMemoryPlan(elements, 2).table().splitlines()[-3:]
+    assert "sum, 20 bytes per parameter" in total
+    assert ["of it masters and moments of rank" in line for line in ranks] == [True, True]
     for num_ranks in (1, 2, 4, 8):
         plan = HostMemoryPlan(elements, num_ranks, staging_bytes=512 * MIB)
         assert plan.node_bytes <= (18 + 4 * (num_ranks - 1)) * elements + 2**30
