@@ -11,8 +11,8 @@ reasoning-gym (`chain_sum`); the reward is the verifier's score of the last numb
     python recipes/qwen3_4b.py --card 16 --shape-only --steps 3    # random weights: no download, no learning
     accelerate launch --config_file accelerate_configs/ddp_2gpu_pcie.yaml recipes/qwen3_4b.py --card 48
 
-Every 50 steps a checkpoint of 52 GiB is written and the one before deleted; `--resume` goes on from the last. The
-model is saved at the end. On a larger card the training behaves as if the card had `--card` GB.
+Every 50 steps a checkpoint is written, 52 GiB for all weights, and the one before deleted; `--resume` goes on from the
+last. The model is saved at the end. On a larger card the training behaves as if the card had `--card` GB.
 """
 
 import argparse
