@@ -3,6 +3,9 @@
 Every rank makes the same calls in the same order. A message carries the name of the operation it belongs to and the
 error that its sender ran into, so ranks that are at different operations, or of which one has failed, all raise; the
 process group's timeout bounds every wait. Messages travel over gloo, whatever backend the job itself uses.
+
+The groups end before the interpreter does, also where the script destroys none: gloo's threads give tensors back under
+Python's lock, and torch 2.13 ends the process with SIGABRT, after all is saved, where one comes too late for it.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -80,7 +84,9 @@ class Ranks:
         self.world_size = dist.get_world_size()
         self.timeout = _default_timeout()
         self._reported: Exception | None = None
-        self._world = self._new_group(range(self.world_size))
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        weakref.finalize(self, _end, self._groups, os.getpid())
+        self._groups["world"] = self._new_group(range(self.world_size))
         self.layout = NodeLayout.of(self.exchange("find the nodes", node_name(self.rank)))
         self.num_nodes = len(self.layout.nodes)
         self.node_ranks = self.layout.nodes[self.layout.node_of(self.rank)]
@@ -88,7 +94,8 @@ class Ranks:
         self.local_world_size = len(self.node_ranks)
         shards = [[node[k] for node in self.layout.nodes] for k in range(self.local_world_size)]
         groups = [self._new_group(ranks) for ranks in shards if self.num_nodes > 1]  # every rank makes every group
-        self._shard_group = groups[self.local_rank] if groups else None
+        if groups:
+            self._groups["shard"] = groups[self.local_rank]
         self.pids: list[int] = self.exchange("exchange process ids", os.getpid())
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -107,7 +114,7 @@ class Ranks:
         """
         gathered: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(gathered, (operation, error, message), group=self._world)
+            dist.all_gather_object(gathered, (operation, error, message), group=self._groups["world"])
         except RuntimeError as lost:
             raise self._lost(operation, lost) from lost
         failed = [(rank, said) for rank, (_, said, _) in enumerate(gathered) if said is not None]
@@ -157,16 +164,16 @@ class Ranks:
 
     def sum_over_nodes(self, tensor: Tensor) -> None:
         """Sums an fp32 host tensor in place over the ranks with this position on their node; nothing on one node."""
-        if self._shard_group is not None:
+        if "shard" in self._groups:
             try:
-                dist.all_reduce(tensor, group=self._shard_group)
+                dist.all_reduce(tensor, group=self._groups["shard"])
             except RuntimeError as lost:
                 raise self._lost("sum gradients over nodes", lost) from lost
 
     def broadcast_over_nodes(self, tensor: Tensor) -> None:
         """Overwrites a host tensor with that of the rank with this position on the first node."""
-        if self._shard_group is not None:
-            dist.broadcast(tensor, src=self.layout.nodes[0][self.local_rank], group=self._shard_group)
+        if "shard" in self._groups:
+            dist.broadcast(tensor, src=self.layout.nodes[0][self.local_rank], group=self._groups["shard"])
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -174,8 +181,17 @@ class Ranks:
         for tensor in tensors:
             staged = tensor.detach().to("cpu", copy=True).contiguous()
             flat = staged.view(-1).view(torch.uint8) if staged.numel() else torch.empty(0, dtype=torch.uint8)
-            dist.broadcast(flat, src=0, group=self._world)
+            dist.broadcast(flat, src=0, group=self._groups["world"])
             tensor.detach().copy_(staged)
+
+
+def _end(groups: dict[str, dist.ProcessGroup], pid: int) -> None:
+    """Destroys groups and their threads, which finish their work. Not collective; a fork has no such threads."""
+    if os.getpid() != pid:
+        return
+    while groups:
+        with suppress(ValueError):  # destroyed with the default group
+            dist.destroy_process_group(groups.popitem()[1])
 
 
 def node_name(rank: int) -> str:
