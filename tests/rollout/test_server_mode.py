@@ -91,9 +91,9 @@ def test_training_equals_stocks_beside_the_same_server(settings: dict[str, Any],
     stock = trained(GRPOTrainer, folder, tmp_path / "stock", **stock_settings)
     ours = trained(BudgetGRPOTrainer, folder, tmp_path / "ours", **settings)
     for logged, expected in zip(comparable_log(ours), comparable_log(stock), strict=True):
-        # Stock takes this mean before it shuffles the rows, ours of log-probs that the update makes afterwards.
-        mean = "sampling/importance_sampling_ratio/mean"
-        assert logged.pop(mean, 1.0) == pytest.approx(expected.pop(mean, 1.0), rel=1e-6)
+        # Taken of the update's log-probs where they are reused; with adapters its last bit has differed on one CPU.
+        mean, rounding = "sampling/importance_sampling_ratio/mean", 1e-6 if "trainer_kwargs" in settings else 0.0
+        assert logged.pop(mean, 1.0) == pytest.approx(expected.pop(mean, 1.0), rel=rounding, abs=0.0)
         assert logged == expected
     assert max_difference(weights(ours), weights(stock)) == 0.0
 
