@@ -54,7 +54,7 @@ class CheckedTrainer(TokenBudgetTrainer):
 
     @property
     def _gaps(self) -> list[float]:
-        return self._metrics["train" if self._policy_trains else "eval"].get(GAP_METRIC, [])
+        return self._metrics[self._mode].get(GAP_METRIC, [])
 
     def _check_rollout(self, gap: float | None) -> None:
         """Ends the run on all ranks if a check of one has failed, or the gap of the worst is too large. Collective.

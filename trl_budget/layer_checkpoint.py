@@ -20,7 +20,8 @@ from trl_budget.activation_store import ActivationStore
 from trl_budget.errors import SettingsError
 from trl_budget.layer_call import LayerCall
 from trl_budget.layer_tiles import TiledLayer, TileSettings, run_layer
-from trl_budget.upstream_model import checkpointing_modules, undispatched_attention
+from trl_budget.upstream_attention import undispatched_attention
+from trl_budget.upstream_model import checkpointing_modules
 
 _FUNCTION = "_gradient_checkpointing_func"
 

@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
+from trl_budget import upstream_attention
 from trl_budget import upstream_model as upstream
 from trl_budget.activation_memory import MemoryLevers, ModelShape, offloaded_bytes_per_token
 from trl_budget.activation_store import ActivationStore, DeviceStore
@@ -49,7 +50,7 @@ def plan_layers(trainer: Any, shape: ModelShape, *, copies_to_come: int) -> Long
     if plan.levers == MemoryLevers():
         return plan
     if plan.levers.splits_layers:
-        upstream.enable_packed_attention([trainer.model, trainer.ref_model])
+        upstream_attention.enable_packed_attention([trainer.model, trainer.ref_model])
         facts = dataclasses.replace(facts, draws_random_numbers=any(gather_object([upstream.draws(trainer)])))
         plan = resolve_long_context(fields, facts, shape)
     if plan.levers.splits_layers:
@@ -64,7 +65,7 @@ def plan_layers(trainer: Any, shape: ModelShape, *, copies_to_come: int) -> Long
 
 def _reference_fault(reference: nn.Module | None) -> str | None:
     """Why a reference model cannot run in the policy's tiles; the same on every rank."""
-    names = upstream.undispatched_attention(reference) if reference is not None else set()
+    names = upstream_attention.undispatched_attention(reference) if reference is not None else set()
     return f"the reference model computes attention with {', '.join(sorted(names))}" if names else None
 
 
@@ -75,7 +76,11 @@ def _fault_on_any_rank(trainer: Any, levers: MemoryLevers) -> str | None:
 def _trial(trainer: Any, levers: MemoryLevers) -> str | None:
     vocabulary = trainer.model.config.get_text_config().vocab_size
     autocast = trainer.accelerator.autocast()
-    return layers_fault(trainer.model, vocabulary, autocast, levers.num_head_groups, is_tiled=levers.splits_layers)
+    model, is_tiled = trainer.model, levers.splits_layers
+    whole = upstream_attention.with_own_attention([model])
+    fault = layers_fault(model, vocabulary, autocast, levers.num_head_groups, is_tiled=is_tiled, whole=whole)
+    kinds = upstream.state_layers(model) if fault is not None and is_tiled else None
+    return fault if kinds is None else f"layers of kind {kinds} cannot be cut"
 
 
 class LayerPasses:

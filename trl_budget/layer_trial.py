@@ -7,7 +7,7 @@ other outside attention (a convolution over the sequence, a state), and calls th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_budget.activation_store import DeviceStore
-from trl_budget.errors import SettingsError
 from trl_budget.layer_bypass import forget_bypasses
 from trl_budget.layer_checkpoint import tiled_layers
 from trl_budget.layer_tiles import TileSettings
-from trl_budget.trial_forward import difference_of_scores, trial_scores
+from trl_budget.trial_forward import TRIAL_ERRORS, difference_of_scores, trial_scores
 
 TILE_TOKENS = 4  # three tiles of the longer row
 
@@ -33,6 +32,7 @@ def layers_fault(
     num_head_groups: int | None,
     *,
     is_tiled: bool,
+    whole: AbstractContextManager[Any] | None = None,
 ) -> str | None:
     """What is wrong with layers that run as nodes of their own; None if nothing is.
 
@@ -43,6 +43,7 @@ def layers_fault(
         autocast: context of the policy's forward.
         num_head_groups: as it would be.
         is_tiled: whether layers are cut at their attention at all.
+        whole: context in which the model has its own attention, which whole layers run with.
     """
     settings = TileSettings(TILE_TOKENS, num_head_groups) if is_tiled else TileSettings()
     was_training = model.training
@@ -51,14 +52,14 @@ def layers_fault(
     device = next(model.parameters()).device
     try:
         with _checkpointing(model), autocast:
-            with _same_random_numbers(device):
-                whole = trial_scores(model, vocabulary).detach()
+            with _same_random_numbers(device), whole or nullcontext():
+                expected = trial_scores(model, vocabulary).detach()
             with _same_random_numbers(device), torch.enable_grad(), tiled_layers(model, settings, DeviceStore()):
                 cut = trial_scores(model, vocabulary).detach()
-            difference, tolerance = difference_of_scores(model, cut, whole)
+            difference, tolerance = difference_of_scores(model, cut, expected)
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, SettingsError) as error:
+    except TRIAL_ERRORS as error:
         return f"a trial run of its layers failed: {str(error).rstrip('.')}"
     finally:
         model.train(was_training)

@@ -48,6 +48,7 @@ class LongContextFacts:
             least of all ranks.
         num_key_value_heads: of the policy's attention.
         attention: the policy's attention implementation, as the user chose it.
+        asks_for_attention: whether the model's code compares the name of its attention with the one that it has.
         is_multimodal: whether the model takes images.
         draws_random_numbers: whether a trial forward in training mode moved the random state.
         router_loss: whether the router's load-balancing loss is trained.
@@ -66,6 +67,7 @@ class LongContextFacts:
     free_bytes: int
     num_key_value_heads: int
     attention: str = "sdpa"
+    asks_for_attention: bool = False
     is_multimodal: bool = False
     draws_random_numbers: bool = False
     router_loss: bool = False
@@ -125,6 +127,13 @@ _OBSTACLES = (
     _Obstacle(
         lambda f: f.attention not in SPLIT_ATTENTION,
         lambda f: f"attn_implementation='{f.attention}' cannot run apart from its layer (load the model with 'sdpa')",
+        stops_offload=False,
+    ),
+    _Obstacle(
+        lambda f: f.asks_for_attention,
+        lambda f: (
+            f"the model's code asks whether its attention is '{f.attention}', which one cut from its layer is not"
+        ),
         stops_offload=False,
     ),
 )

@@ -61,7 +61,8 @@ class RowsModel:
     Args:
         model: the policy or the reference, wrapped or not, with TRL's fused head; with a packing attention if packed.
         logits_to_keep: columns that hold completions.
-        is_packed: lay rows end to end; a batch for which that would not be the same is trimmed.
+        is_packed: lay rows end to end; a batch for which that would not be the same is trimmed, one whose rows have
+            adapters of their own (PEFT's `adapter_names`) among them.
     """
 
     def __init__(self, model: Callable[..., Any], logits_to_keep: int, *, is_packed: bool) -> None:
@@ -75,7 +76,7 @@ class RowsModel:
         """Takes `[B, L]` ids, mask and labels; returns per-token fields of shape `[B, L - 1]`."""
         spans = RowSpans.of(attention_mask)
         prompt_columns = input_ids.shape[1] - self._logits_to_keep
-        if self._is_packed and spans.can_be_packed(prompt_columns):
+        if self._is_packed and "adapter_names" not in kwargs and spans.can_be_packed(prompt_columns):
             return run_packed(self._model, spans, input_ids, labels, **kwargs)
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, **kwargs}
         return run_trimmed(self._model, spans, prompt_columns, batch)

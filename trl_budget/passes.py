@@ -50,6 +50,7 @@ class PassSettings:
         max_tokens: budget of a pass.
         cost: how tokens and time of a pass are counted.
         keeps_micro_batches_whole: never cut a stock micro-batch.
+        merges_micro_batches: whether a pass may hold rows of several.
         padded_columns: count every row as long as the padded batch, which is how it runs.
     """
 
@@ -57,6 +58,7 @@ class PassSettings:
     cost: PassCost
     keeps_micro_batches_whole: bool
     padded_columns: bool
+    merges_micro_batches: bool = True
 
 
 class _Valued(torch.autograd.Function):

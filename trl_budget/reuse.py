@@ -25,6 +25,7 @@ class ReuseFacts:
         steps_per_generation: micro-batches of a generation batch.
         num_iterations: how often a generation batch is used.
         dropout: names of layers that drop or jitter at random in training mode.
+        neftune_noise_alpha: the training arguments' value.
         draws_random_numbers: whether a trial forward in training mode moved the random state.
         training_mode_layers: names of layers that compute something else in training mode (batch norm).
         is_quantized: whether the policy's weights are quantized.
@@ -39,6 +40,7 @@ class ReuseFacts:
     steps_per_generation: int
     num_iterations: int
     dropout: tuple[str, ...] = ()
+    neftune_noise_alpha: float | None = None
     draws_random_numbers: bool = False
     training_mode_layers: tuple[str, ...] = ()
     is_quantized: bool = False
@@ -72,6 +74,11 @@ _PRECONDITIONS = (
     _Precondition(
         lambda f: bool(f.dropout),
         lambda f: f"{f.dropout[0]} and {len(f.dropout) - 1} other layers are random in training mode",
+        holds_in_evaluation=True,
+    ),
+    _Precondition(
+        lambda f: f.neftune_noise_alpha is not None,
+        lambda f: f"neftune_noise_alpha={f.neftune_noise_alpha} adds noise in training mode",
         holds_in_evaluation=True,
     ),
     _Precondition(

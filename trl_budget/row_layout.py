@@ -1,7 +1,8 @@
 """Decides how the rows of a pass lie on the device, and how many tokens a pass may hold.
 
 Packed end to end where the model can do it, else trimmed to the pass's longest row; as stock pads them where that must
-stay bit-exact. Plain facts in, values and their reasons out.
+stay bit-exact, and where a row's log-probs depend on how it is padded: packing and trimming both move the columns that
+stock's positions count. Plain facts in, values and their reasons out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from trl_budget.placement import ResolvedSetting
 
 PADDING_FREE = ("auto", "on", "off", "stock")
 PACKED, TRIMMED, STOCK = "packed", "trimmed", "stock"
-MERGED, WHOLE, UNTOUCHED = "merged and split", "merged, never split", "untouched"
+MERGED, WHOLE, SPLIT, UNTOUCHED = "merged and split", "merged, never split", "split, never merged", "untouched"
 # What depends on the token's distance only, not on the length of the batch or on an absolute position.
 _PACKABLE_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 _PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -31,6 +32,7 @@ class LayoutFacts:
         bf16: the training arguments' `bf16`.
         attention: the policy's attention implementation.
         routes_attention: whether the model looks its attention up in transformers' `AttentionInterface`.
+        asks_for_attention: whether the model's code compares the name of its attention with the one that it has.
         is_multimodal: whether the model takes images.
         is_stateful: whether layers carry a state along the sequence (Mamba and its kin).
         layer_types: kinds of layers, from the model's config.
@@ -41,6 +43,10 @@ class LayoutFacts:
         serves_windows: whether the packed attention can.
         head_dims: sizes of query, key and value heads.
         learns_prompt: whether PEFT adds virtual tokens.
+        row_adapters: what the adapters look for in each row, if they do.
+        scales_positions: the config's key of a scaling by absolute position, and the first position it changes.
+        neftune_noise_alpha: the training arguments' value.
+        hooks: functions of the user that are called with the activations of a module.
         num_devices: devices that one process spreads a batch over.
         num_processes: processes of the job.
         parallelism: FSDP, DeepSpeed or the like, or None.
@@ -48,6 +54,9 @@ class LayoutFacts:
         router_loss: whether the router's load-balancing loss is trained.
         top_entropy_quantile: the training arguments' value.
         overrides: loss methods that a subclass overrides.
+        observers: what of the user's looks at the loss or the gradients between two micro-batches.
+        padding_fault: what a trial run of rows with and without padding found wrong.
+        is_padding_tried: whether that run could compute in fp32, or is still to come.
         packing_fault: what a trial run of packed rows found wrong.
     """
 
@@ -55,6 +64,7 @@ class LayoutFacts:
     bf16: bool
     attention: str = "sdpa"
     routes_attention: bool = True
+    asks_for_attention: bool = False
     is_multimodal: bool = False
     is_stateful: bool = False
     layer_types: frozenset[str] = frozenset()
@@ -65,6 +75,10 @@ class LayoutFacts:
     serves_windows: bool = True
     head_dims: frozenset[int] = frozenset({64})
     learns_prompt: bool = False
+    row_adapters: str | None = None
+    scales_positions: tuple[str, int] | None = None
+    neftune_noise_alpha: float | None = None
+    hooks: tuple[str, ...] = ()
     num_devices: int = 1
     num_processes: int = 1
     parallelism: str | None = None
@@ -72,12 +86,20 @@ class LayoutFacts:
     router_loss: bool = False
     top_entropy_quantile: float = 1.0
     overrides: tuple[str, ...] = ()
+    observers: tuple[str, ...] = ()
+    padding_fault: str | None = None
+    is_padding_tried: bool = True
     packing_fault: str | None = None
 
     @property
     def rounds_already(self) -> bool:
         """Whether other shapes may change the rounding: bf16 on CUDA. fp32 and the CPU keep stock's bits."""
         return self.device_type == "cuda" and self.bf16
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether positions are rotary and all layers attend, which needs no trial to be known to take padding."""
+        return bool(self.rope_types) and self.layer_types <= _PACKABLE_LAYERS and not self.is_stateful
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,32 @@ class _Obstacle:
     reason: Callable[[LayoutFacts], str]
 
 
+# What makes a row's log-probs depend on the columns around it, so that neither packed nor trimmed rows are stock's.
+_MOVING_OBSTACLES = (
+    _Obstacle(
+        lambda f: not f.is_padding_tried and not f.is_plain,
+        lambda f: "whether padding moves a row could not be tried in fp32, and positions or layers are of a rare kind",
+    ),
+    _Obstacle(
+        lambda f: not f.rope_types <= _PACKABLE_ROPE,
+        lambda f: f"rope_type {', '.join(sorted(f.rope_types - _PACKABLE_ROPE))} depends on the batch's length",
+    ),
+    _Obstacle(
+        lambda f: f.scales_positions is not None,
+        lambda f: "{} scales queries by absolute position, from {:,} on".format(*f.scales_positions or ()),
+    ),
+    _Obstacle(
+        lambda f: f.neftune_noise_alpha is not None,
+        lambda f: f"neftune_noise_alpha={f.neftune_noise_alpha} draws noise that shrinks with the columns of a pass",
+    ),
+    _Obstacle(lambda f: f.padding_fault is not None, lambda f: str(f.padding_fault)),
+)
+_HOOKED = _Obstacle(
+    lambda f: bool(f.hooks),
+    lambda f: f"{', '.join(f.hooks)} may count on [rows, columns, hidden] (padding_free='on' packs all the same)",
+)
 _PACKING_OBSTACLES = (
+    _Obstacle(lambda f: not f.rope_types, lambda f: "positions are not rotary, so a packed row would not be the same"),
     _Obstacle(lambda f: f.is_multimodal, lambda f: "the model takes images, whose tokens belong to padded rows"),
     _Obstacle(
         lambda f: f.attention != "sdpa" and not f.attention.startswith("flash_attention"),
@@ -96,16 +143,15 @@ _PACKING_OBSTACLES = (
         lambda f: not f.routes_attention, lambda f: "the model does not use transformers' exchangeable attention"
     ),
     _Obstacle(
+        lambda f: f.asks_for_attention and not f.attention.startswith("flash_attention"),
+        lambda f: f"the model's code asks whether its attention is '{f.attention}', which one for packed rows is not",
+    ),
+    _Obstacle(
         lambda f: f.is_stateful or not f.layer_types <= _PACKABLE_LAYERS,
         lambda f: (
             f"layers of kind {', '.join(sorted(f.layer_types - _PACKABLE_LAYERS)) or 'state space'} would carry "
             "one row into the next"
         ),
-    ),
-    _Obstacle(lambda f: not f.rope_types, lambda f: "positions are not rotary, so a packed row would not be the same"),
-    _Obstacle(
-        lambda f: not f.rope_types <= _PACKABLE_ROPE,
-        lambda f: f"rope_type {', '.join(sorted(f.rope_types - _PACKABLE_ROPE))} depends on the batch's length",
     ),
     _Obstacle(lambda f: f.soft_cap, lambda f: "attention scores are soft-capped, which varlen attention is not"),
     _Obstacle(
@@ -121,13 +167,25 @@ _PACKING_OBSTACLES = (
         lambda f: f"head sizes {sorted(f.head_dims)}: varlen attention takes one size, a multiple of 8 up to 256",
     ),
     _Obstacle(lambda f: f.learns_prompt, lambda f: "the adapter prepends virtual tokens to every row"),
+    _Obstacle(
+        lambda f: f.row_adapters is not None, lambda f: f"{f.row_adapters} looks at each row, and a pack is one row"
+    ),
     _Obstacle(lambda f: f.packing_fault is not None, lambda f: str(f.packing_fault)),
 )
 
 
+def moving_obstacles(facts: LayoutFacts) -> list[str]:
+    """Why rows must lie in stock's columns, one line each; empty if padding may be trimmed."""
+    return _reasons(_MOVING_OBSTACLES, facts)
+
+
 def packing_obstacles(facts: LayoutFacts) -> list[str]:
     """Why rows cannot be packed, one line each; empty if they can."""
-    return [obstacle.reason(facts) for obstacle in _PACKING_OBSTACLES if obstacle.applies(facts)]
+    return _reasons((*_MOVING_OBSTACLES, *_PACKING_OBSTACLES), facts)
+
+
+def _reasons(obstacles: tuple[_Obstacle, ...], facts: LayoutFacts) -> list[str]:
+    return [obstacle.reason(facts) for obstacle in obstacles if obstacle.applies(facts)]
 
 
 def _stock_reason(facts: LayoutFacts) -> str | None:
@@ -164,7 +222,7 @@ def resolve_layout(requested: str, facts: LayoutFacts) -> ResolvedSetting:
     if requested == "on" and obstacles:
         raise SettingsError(
             f"padding_free='on' was asked for, but {'; '.join(obstacles)}. Packed rows would train something else. "
-            "Set padding_free='auto', which trims padding where it cannot pack."
+            "Set padding_free='auto', which leaves rows as they must lie where it cannot pack."
         )
     if requested == "on":
         return ResolvedSetting(name, PACKED, "set by you")
@@ -172,6 +230,12 @@ def resolve_layout(requested: str, facts: LayoutFacts) -> ResolvedSetting:
         return ResolvedSetting(name, STOCK, "set by you: rows are padded to the longest of the generation batch")
     if stock:
         return ResolvedSetting(name, STOCK, stock)
+    moving = moving_obstacles(facts)
+    if requested == "off" and moving:
+        raise SettingsError(
+            f"padding_free='off' was asked for, but {'; '.join(moving)}. Rows without padding would train something "
+            "else. Set padding_free='auto' or 'stock', which keep stock's columns."
+        )
     if requested == "off":
         return ResolvedSetting(name, TRIMMED, "set by you: padding is trimmed to the longest row of a pass")
     if not facts.rounds_already:
@@ -179,6 +243,8 @@ def resolve_layout(requested: str, facts: LayoutFacts) -> ResolvedSetting:
         return ResolvedSetting(name, STOCK, f"other shapes round differently, and {why} every bit is kept")
     if facts.torch_compile:
         return ResolvedSetting(name, STOCK, "torch_compile=True would compile anew for every packed length")
+    if moving or facts.hooks:
+        return ResolvedSetting(name, STOCK, "; ".join([*moving, *_reasons((_HOOKED,), facts)]))
     if obstacles:
         return ResolvedSetting(name, TRIMMED, "; ".join(obstacles))
     return ResolvedSetting(name, PACKED, "rows lie end to end, varlen attention")
@@ -223,13 +289,14 @@ def regrouping(facts: LayoutFacts) -> tuple[str, str]:
         return UNTOUCHED, "the model takes images, which belong to a whole micro-batch"
     if facts.router_loss:
         return UNTOUCHED, "the router's load-balancing loss is a function of one micro-batch"
+    quantile = f"top_entropy_quantile={facts.top_entropy_quantile} ranks the tokens of one micro-batch"
     if facts.top_entropy_quantile < 1.0 and facts.num_processes > 1:
-        return UNTOUCHED, (
-            f"top_entropy_quantile={facts.top_entropy_quantile} ranks the tokens of one micro-batch over "
-            f"{facts.num_processes} processes"
-        )
+        return UNTOUCHED, f"{quantile} over {facts.num_processes} processes"
+    observed = f"{', '.join(facts.observers)} may look at each micro-batch's loss and gradients"
     if facts.top_entropy_quantile < 1.0:
-        return WHOLE, f"top_entropy_quantile={facts.top_entropy_quantile} ranks the tokens of one micro-batch"
+        return (UNTOUCHED, f"{quantile}, and {observed}") if facts.observers else (WHOLE, quantile)
+    if facts.observers:
+        return SPLIT, f"stock's micro-batches are split, never merged: {observed}"
     return MERGED, "stock's micro-batches are merged and split"
 
 

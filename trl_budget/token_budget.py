@@ -8,34 +8,25 @@ every bit is kept.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from trl_budget import upstream_attention
 from trl_budget import upstream_model as upstream
 from trl_budget.config import budget_setting
 from trl_budget.errors import SettingsError
-from trl_budget.layer_passes import LayerPasses, plan_layers
+from trl_budget.layer_passes import LayerPasses
 from trl_budget.micro_batch import RowsModel
-from trl_budget.packing import PassCost
+from trl_budget.pass_choices import PassChoices
 from trl_budget.passes import MicroBatch, Outputs, PassSettings, WindowPasses, score_in_passes
-from trl_budget.placement import ResolvedSetting
+from trl_budget.placement import ResolvedSetting, format_table
 from trl_budget.reuse import failed_preconditions, resolve_reuse
-from trl_budget.row_layout import (
-    PACKED,
-    STOCK,
-    TRIMMED,
-    WHOLE,
-    regrouping,
-    resolve_layout,
-    resolve_max_tokens,
-)
+from trl_budget.row_layout import PACKED, STOCK, TRIMMED
 from trl_budget.scoring import RatioSettings, SamplingStatistics, importance_sampling_ratio
 from trl_budget.upstream import lm_head_chunks
 
@@ -44,57 +35,52 @@ class TokenBudgetTrainer(GRPOTrainer):
     """`GRPOTrainer` whose passes are a memory choice and no longer an algorithmic one."""
 
     args: GRPOConfig
+    resolved_settings: list[ResolvedSetting]
     _own_class: type  # overrides of subclasses of it are the user's
-    _layout = STOCK
-    _pass_settings: PassSettings | None = None
+    _passes: list[ResolvedSetting]
+    _choices: PassChoices
     _served: Outputs | None = None
     _loss_inputs: MicroBatch | None = None
-    _layer_passes: LayerPasses
+    _is_in_training_step = False
+    _awaited_mode: str | None = None  # "train" or "eval": the next loss of this mode is the trainer's own
+    _counts_rows = False
 
     def _resolve_passes(self, *, copies_to_come: int) -> list[ResolvedSetting]:
-        """Decides layout, budget and reuse. The model must be where it trains.
-
-        Collective where there are several processes: each plans the passes of all, so budget and layout must be one.
-        The card with the least memory decides, and a fault in packed rows on any.
+        """Decides layout, budget, levers and reuse. The model must be where it trains. Collective.
 
         Args:
-            copies_to_come: see `upstream_model.available_tokens`.
+            copies_to_come: see `upstream_model.activation_bytes`.
         """
-        facts = upstream.layout_facts(self, self._own_class)
-        layout = resolve_layout(budget_setting(self.args, "padding_free"), facts)
-        if layout.value == PACKED:
-            upstream.enable_packed_attention([self.model, self.ref_model])
-            faults = gather_object([upstream.packing_trial(self)])
-            fault = next(filter(None, faults), None)
-            layout = resolve_layout(
-                budget_setting(self.args, "padding_free"), dataclasses.replace(facts, packing_fault=fault)
-            )
-        shape = upstream.model_shape(self)
-        plan = plan_layers(self, shape, copies_to_come=copies_to_come)
-        tokens, max_tokens = resolve_max_tokens(
-            budget_setting(self.args, "max_tokens_per_microbatch"),
-            facts,
-            lambda: min(
-                gather_object([upstream.available_tokens(self, shape, plan.levers, copies_to_come=copies_to_come)])
-            ),
-        )
-        self._layer_passes = LayerPasses(plan.levers, shape, self.args.device, max_tokens)
-        self._layout = layout.value
-        self._pass_settings = None
-        if max_tokens is not None:
-            self._pass_settings = PassSettings(
-                max_tokens=max_tokens,
-                cost=PassCost(is_packed=layout.value == PACKED, quadratic=shape.quadratic_cost),
-                keeps_micro_batches_whole=regrouping(facts)[0] == WHOLE,
-                padded_columns=layout.value == STOCK,
-            )
+        self._choices = PassChoices(self, self._own_class, copies_to_come=copies_to_come)
         self._ratio_settings = RatioSettings(
             self.vllm_importance_sampling_mode,
             self.vllm_importance_sampling_clip_min,
             self.vllm_importance_sampling_clip_max,
         )
         self._forget_window()
-        return [layout, tokens, *plan.settings, self._resolve_reuse()]
+        return [*self._choices.rows, self._resolve_reuse()]
+
+    @property
+    def _layout(self) -> str:
+        return self._choices.layout
+
+    @property
+    def _pass_settings(self) -> PassSettings | None:
+        return self._choices.pass_settings
+
+    @property
+    def _layer_passes(self) -> LayerPasses:
+        return self._choices.layer_passes
+
+    def _resolve_again(self) -> None:
+        """Follows what has changed since the trainer was built, and prints the rows that differ. Collective."""
+        rows = [*self._choices.look_again(), self._resolve_reuse()]
+        changed = [row for row in rows if row not in self.resolved_settings]
+        by_name = {row.name: row for row in rows}
+        self._passes = [by_name.get(row.name, row) for row in self._passes]
+        self.resolved_settings = [by_name.get(row.name, row) for row in self.resolved_settings]
+        if changed:
+            self.accelerator.print(format_table(changed, "trl-budget: changed since the trainer was built"))
 
     def _resolve_reuse(self) -> ResolvedSetting:
         """Decides on reuse from the settings and the layers of this moment."""
@@ -107,13 +93,22 @@ class TokenBudgetTrainer(GRPOTrainer):
         """Drops what an interrupted window left behind."""
         self._pending: list[MicroBatch] = []
         self._window_position = 0
-        self._sampling_statistics = SamplingStatistics(self._ratio_settings)
+        self._awaited_mode = None
+        self._statistics = {mode: SamplingStatistics(self._ratio_settings) for mode in ("train", "eval")}
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self._policy_trains else "eval"
+
+    @property
+    def _sampling_statistics(self) -> SamplingStatistics:
+        return self._statistics[self._mode]
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """As transformers 5.24; what an aborted window left is dropped, and reuse is decided on today's settings."""
+        """As transformers 5.24; what an aborted window left is dropped, and today's settings decide."""
         self._forget_window()
         self._layer_passes.forget()
-        self._resolve_reuse()
+        self._resolve_again()
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     # Scoring
@@ -133,7 +128,7 @@ class TokenBudgetTrainer(GRPOTrainer):
         if self._served is not None:
             return *self._served, None
         stock = super()._get_per_token_logps_and_entropies
-        layout = TRIMMED if self._layout == PACKED and not upstream.packs_rows(model) else self._layout
+        layout = TRIMMED if self._layout == PACKED and not upstream_attention.packs_rows(model) else self._layout
         rows_model = model if layout == STOCK else RowsModel(model, logits_to_keep, is_packed=layout == PACKED)
 
         def score(ids: Tensor, mask: Tensor, rows: int | None = None, **images: Any) -> Any:
@@ -150,8 +145,13 @@ class TokenBudgetTrainer(GRPOTrainer):
         else:
             result = score(input_ids, attention_mask, batch_size, **forward_kwargs)
         if self._loss_inputs is not None:
-            self._add_sampling_ratio(self._loss_inputs, result[0].detach(), is_counted=True)
+            self._add_sampling_ratio(self._loss_inputs, result[0].detach(), is_counted=self._counts_rows)
         return result
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """As TRL 1.16; the policy has the attention that the user chose, by whose name generation takes its way."""
+        with upstream_attention.with_own_attention([self.model]):
+            return super()._generate(prompts)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """As TRL 1.16; without the separate pass where the update's own forward gives the same log-probs."""
@@ -201,24 +201,48 @@ class TokenBudgetTrainer(GRPOTrainer):
 
     # Loss
 
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As TRL 1.16; the loss that is asked for in here, once the inputs are prepared, is the update's own."""
+        self._is_in_training_step = True
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._is_in_training_step, self._awaited_mode = False, None
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """As TRL 1.16; a loss of the trainer's own follows."""
+        inputs = super()._prepare_inputs(generation_batch)
+        self._awaited_mode = self._mode if self._is_in_training_step or not self._policy_trains else None
+        return inputs
+
+    def _takes_own_loss(self) -> bool:
+        """Whether the loss that is being asked for is the trainer's, not one that user code wants to see besides."""
+        if self._awaited_mode != self._mode or (self._policy_trains and not torch.is_grad_enabled()):
+            return False
+        self._awaited_mode = None
+        return True
+
     def compute_loss(
         self, model: Any, inputs: MicroBatch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """As TRL 1.16; with a token budget, the last micro-batch of a window runs the passes of all of them.
 
-        The earlier ones return a zero without parameters behind it, so that the sum over the window is stock's.
+        The earlier ones return a zero without parameters behind it, so that the sum over the window is stock's. A loss
+        that user code asks for besides is computed at once and leaves the update alone.
         """
-        if not self._policy_trains:
-            loss = self._whole_loss(model, inputs, return_outputs, num_items_in_batch)
-            self._log_sampling_statistics("eval")
+        is_own = self._takes_own_loss()
+        if not (self._policy_trains and is_own):
+            loss = self._whole_loss(model, inputs, return_outputs, num_items_in_batch, is_counted=is_own)
+            if is_own:
+                self._log_sampling_statistics("eval")
             return loss
         ends_generation = (self._step + 1) % self._steps_per_generation == 0
         ends_window = self.accelerator.sync_gradients
         if self._pass_settings is None or return_outputs:
-            loss = self._whole_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss = self._whole_loss(model, inputs, return_outputs, num_items_in_batch, is_counted=True)
         else:
             self._pending.append(inputs)
-            if not (ends_generation or ends_window):
+            if self._pass_settings.merges_micro_batches and not (ends_generation or ends_window):
                 self._window_position += 1
                 return torch.zeros((), device=self.accelerator.device, requires_grad=True)
             micro_batches, self._pending = self._pending, []
@@ -231,9 +255,19 @@ class TokenBudgetTrainer(GRPOTrainer):
         self._window_position = 0 if ends_window else self._window_position + 1
         return loss
 
-    def _whole_loss(self, model: Any, inputs: MicroBatch, return_outputs: bool, num_items_in_batch: Any) -> Tensor:
-        """TRL's loss of one micro-batch in one pass."""
-        self._loss_inputs = dict(inputs)
+    def _whole_loss(
+        self, model: Any, inputs: MicroBatch, return_outputs: bool, num_items_in_batch: Any, *, is_counted: bool
+    ) -> Tensor:
+        """TRL's loss of one micro-batch in one pass.
+
+        Args:
+            model: as for `compute_loss`.
+            inputs: as for `compute_loss`.
+            return_outputs: as for `compute_loss`.
+            num_items_in_batch: as for `compute_loss`.
+            is_counted: whether the rows belong to the `sampling/*` metrics.
+        """
+        self._loss_inputs, self._counts_rows = dict(inputs), is_counted
         try:
             return super().compute_loss(model, self._loss_inputs, return_outputs, num_items_in_batch)
         finally:
@@ -263,7 +297,7 @@ class TokenBudgetTrainer(GRPOTrainer):
     @contextmanager
     def without_traces(self) -> Iterator[None]:
         """See `passes.LossOwner`."""
-        metrics = self._metrics["train" if self._policy_trains else "eval"]
+        metrics = self._metrics[self._mode]
         lengths = {name: len(values) for name, values in metrics.items()}
         controller = self._entropy_window_stats, self.entropy_coef, self._last_world_entropy
         try:

@@ -7,7 +7,8 @@ catches forwards that are random in training mode. They compute no gradient and 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,14 +16,21 @@ from torch import Tensor, nn
 
 from trl_budget.micro_batch import RowsModel
 
+# What a model raises that cannot be called so. Out of memory is no answer about the model.
+TRIAL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 _LENGTHS = (5, 9)
-_COMPLETION = 3
+COMPLETION = 3
 _FP32_TOLERANCE, _BF16_TOLERANCE = 1e-3, 5e-2
 
 
 @torch.no_grad()
 def packing_fault(
-    model: nn.Module, vocabulary: int, autocast: AbstractContextManager[Any], *, is_exact: bool
+    model: nn.Module,
+    vocabulary: int,
+    autocast: AbstractContextManager[Any],
+    *,
+    is_exact: bool,
+    unpacked: AbstractContextManager[Any] | None = None,
 ) -> str | None:
     """What is wrong with packed rows of this model; None if nothing is.
 
@@ -32,25 +40,23 @@ def packing_fault(
         autocast: context of the policy's forward.
         is_exact: whether other rows must not move a row by a bit. Routed experts share matrices between rows, so
             there only the size of the difference counts.
+        unpacked: context in which the model has its own attention, which a row alone is scored with.
     """
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
+    packed = RowsModel(model, COMPLETION, is_packed=True)
     try:
-        with autocast:
+        with evaluating(model), autocast:
             tolerance = _tolerance(model)
-            ids, mask = _rows(vocabulary, device)
-            together = _score(RowsModel(model, _COMPLETION, is_packed=True), ids, mask)
+            ids, mask = trial_rows(model, vocabulary)
+            together = score(packed, ids, mask)
             other = ids.clone()
             other[0] = (other[0] + vocabulary // 2) % vocabulary
-            beside_another = _score(RowsModel(model, _COMPLETION, is_packed=True), other, mask)
-            alone = torch.cat(
-                [_score(model, ids[i : i + 1, -n:], mask[i : i + 1, -n:]) for i, n in enumerate(_LENGTHS)]
-            )
+            beside_another = score(packed, other, mask)
+            with unpacked or nullcontext():
+                alone = torch.cat(
+                    [score(model, ids[i : i + 1, -n:], mask[i : i + 1, -n:]) for i, n in enumerate(_LENGTHS)]
+                )
     except (TypeError, ValueError, NotImplementedError) as error:
         return f"a trial run of packed rows failed: {error}"
-    finally:
-        model.train(was_training)
     difference = _difference(together, alone)
     if not difference <= tolerance:
         return f"in a trial run a packed row differed from the row alone by {difference:.2g}"
@@ -76,15 +82,27 @@ def forward_draws(model: nn.Module, vocabulary: int, autocast: AbstractContextMa
     try:
         with torch.random.fork_rng(devices), autocast:
             before = _random_state(devices)
-            _score(model, *_rows(vocabulary, device))
+            trial_scores(model, vocabulary)
             return _random_state(devices) != before
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradient, meanwhile."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
     finally:
         model.train(was_training)
 
 
 def trial_scores(model: nn.Module, vocabulary: int) -> Tensor:
     """Log-probs of the rows' last tokens, fp32, as the model is and in the present autocast."""
-    return _score(model, *_rows(vocabulary, next(model.parameters()).device))
+    return score(model, *trial_rows(model, vocabulary))
 
 
 def difference_of_scores(model: nn.Module, scores: Tensor, expected: Tensor) -> tuple[float, float]:
@@ -107,16 +125,25 @@ def _random_state(devices: list[torch.device]) -> list[list[int]]:
     return [state.tolist() for state in states]
 
 
-def _rows(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    longest = max(_LENGTHS)
+def trial_rows(model: nn.Module, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask of the two rows, `[2, 9]`, int64, on the model's device, padded left to the longer one."""
+    device, longest = next(model.parameters()).device, max(_LENGTHS)
     ids = (torch.arange(len(_LENGTHS) * longest, device=device).view(len(_LENGTHS), longest) * 7 + 3) % vocabulary
     starts = torch.tensor([longest - n for n in _LENGTHS], device=device)
     return ids, (torch.arange(longest, device=device) >= starts[:, None]).long()
 
 
-def _score(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    """Log-probs of the last tokens, `[B, _COMPLETION]`."""
+def score(model: Any, ids: Tensor, mask: Tensor, *, right: int = 0) -> Tensor:
+    """Log-probs of each row's last tokens, `[B, COMPLETION]`, fp32.
+
+    Args:
+        model: with TRL's fused head, or a `RowsModel`.
+        ids: `[B, L]`, int64.
+        mask: `[B, L]`, int64.
+        right: columns of padding behind the last tokens.
+    """
+    last = ids.shape[1] - right
     labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :-_COMPLETION] = -100
+    labels[:, : last - COMPLETION] = -100
     outputs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-    return outputs.log_probs[:, -_COMPLETION:].float()
+    return outputs.log_probs[:, last - COMPLETION - 1 : last - 1].float()

@@ -1,4 +1,4 @@
-"""What the loaded policy and TRL's trainer tell about layout, memory and reuse. Reads, and one switch of attention.
+"""What the loaded policy and TRL's trainer tell about layout, memory and reuse, and the trials that are run on them.
 
 `getattr` on configs and layers lives here, as on other upstream objects in `upstream.py`.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,14 +14,23 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trl_budget import upstream_config
 from trl_budget.activation_memory import MemoryLevers, ModelShape, allocatable_bytes, tokens_that_fit
-from trl_budget.attention import DISPATCHED, PREFIX, dispatching_implementation, serves_windows
+from trl_budget.attention import serves_windows
 from trl_budget.config import budget_setting
 from trl_budget.long_context import LongContextFacts, longest_pass
+from trl_budget.padding_trial import PaddedColumns, PaddingTrial, try_padding
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.trial_forward import forward_draws, packing_fault
 from trl_budget.upstream import parallelism
+from trl_budget.upstream_attention import (
+    asks_for_attention,
+    own_attention,
+    with_exact_attention,
+    with_own_attention,
+)
+from trl_budget.upstream_observers import micro_batch_callbacks, row_adapters, user_hooks
 
 _LOSS_METHODS = (
     *("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
@@ -40,24 +49,29 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
     """
     model, args = trainer.model, trainer.args
     config = model.config.get_text_config()
-    layer_types = frozenset(getattr(config, "layer_types", None) or ())
+    layer_types = upstream_config.layer_types(config)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return LayoutFacts(
         device_type=args.device.type,
         bf16=bool(args.bf16),
-        attention=(config._attn_implementation or "eager").removeprefix(PREFIX),
+        attention=own_attention(config),
         routes_attention=any(module._supports_attention_backend for module in pretrained),
+        asks_for_attention=asks_for_attention(model),
         is_multimodal=trainer._is_vlm or config is not model.config,
-        is_stateful=any(module._is_stateful for module in pretrained),
+        is_stateful=is_stateful(model),
         layer_types=layer_types,
-        rope_types=frozenset(_rope_types(config)),
+        rope_types=upstream_config.rope_types(config),
         soft_cap=getattr(config, "attn_logit_softcapping", None) is not None,
         attention_dropout=float(getattr(config, "attention_dropout", 0.0) or 0.0),
         has_window=window is not None or "sliding_attention" in layer_types,
         serves_windows=serves_windows(args.device.type),
-        head_dims=frozenset(_head_dims(config)),
+        head_dims=upstream_config.head_dims(config),
         learns_prompt=any(c.is_prompt_learning for c in (getattr(model, "peft_config", None) or {}).values()),
+        row_adapters=row_adapters(model),
+        scales_positions=_reachable(upstream_config.scaled_positions(config), args),
+        neftune_noise_alpha=args.neftune_noise_alpha,
+        hooks=user_hooks(model),
         num_devices=max(1, args.n_gpu),
         num_processes=args.world_size,
         parallelism=parallelism(args, model),
@@ -65,7 +79,26 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
         router_loss=bool(trainer.aux_loss_enabled),
         top_entropy_quantile=trainer.top_entropy_quantile,
         overrides=_overridden(trainer, base, _LOSS_METHODS),
+        observers=(*_overridden(trainer, base, ("training_step",)), *micro_batch_callbacks(trainer)),
     )
+
+
+def is_stateful(model: nn.Module) -> bool:
+    """Whether layers carry a state along the sequence."""
+    return any(module._is_stateful for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def state_layers(model: Any) -> str | None:
+    """Names of the layers that carry something along the sequence outside attention; None if there are none."""
+    return upstream_config.state_layers(model.config.get_text_config(), is_stateful=is_stateful(model))
+
+
+def _reachable(scaling: tuple[str, int] | None, args: Any) -> tuple[str, int] | None:
+    """A scaling by position, unless stock's columns, of the longest prompt and the longest completion, end before."""
+    if scaling is None or args.vllm_max_model_length is None:
+        return scaling
+    most = args.vllm_max_model_length + (args.max_completion_length or args.vllm_max_model_length)
+    return scaling if most > scaling[1] else None
 
 
 def reuse_facts(trainer: Any, base: type) -> ReuseFacts:
@@ -89,6 +122,7 @@ def reuse_facts(trainer: Any, base: type) -> ReuseFacts:
         steps_per_generation=args.steps_per_generation,
         num_iterations=trainer.num_iterations,
         dropout=tuple(dropout),
+        neftune_noise_alpha=args.neftune_noise_alpha,
         training_mode_layers=training_mode_layers,
         draws_random_numbers=is_tried and forward_draws(model, config.vocab_size, trainer.accelerator.autocast()),
         is_quantized=bool(getattr(model, "is_quantized", False)) or any(_is_quantized(m) for _, m in named),
@@ -109,58 +143,44 @@ def _is_quantized(module: nn.Module) -> bool:
     return any(getattr(parameter, "quant_state", None) is not None for parameter in module.parameters(recurse=False))
 
 
-def _rope_types(config: Any) -> Iterator[str]:
-    def walk(parameters: Any) -> Iterator[str]:
-        if isinstance(parameters, dict):
-            if "rope_type" in parameters or "rope_theta" in parameters:
-                yield parameters.get("rope_type", "default")
-            for value in parameters.values():
-                yield from walk(value)
-
-    yield from walk(getattr(config, "rope_parameters", None))
-
-
-def _head_dims(config: Any) -> Iterator[int]:
-    yield getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for name in ("v_head_dim", "qk_head_dim", "global_head_dim"):
-        if getattr(config, name, None):
-            yield getattr(config, name)
-
-
-def enable_packed_attention(models: Iterable[nn.Module | None]) -> None:
-    """Adds packed rows to the attention of each model that uses one which can be dispatched; keeps it otherwise."""
-    for model in models:
-        for module in model.modules() if model is not None else ():
-            if isinstance(module, PreTrainedModel) and module.config._attn_implementation in DISPATCHED:
-                module.config._attn_implementation = dispatching_implementation(module.config._attn_implementation)
-
-
-def packs_rows(model: Any) -> bool:
-    """Whether the attention of a model, wrapped or not, takes packed rows."""
-    config = next(module.config for module in model.modules() if isinstance(module, PreTrainedModel))
-    implementation = config._attn_implementation or ""
-    return implementation.startswith((PREFIX, "flash_attention"))
-
-
 def packing_trial(trainer: Any) -> str | None:
     """What a trial run of packed rows found wrong, or None."""
     config = trainer.model.config.get_text_config()
     is_routed = bool(getattr(config, "num_experts_per_tok", None))
-    return packing_fault(trainer.model, config.vocab_size, trainer.accelerator.autocast(), is_exact=not is_routed)
+    return packing_fault(
+        trainer.model,
+        config.vocab_size,
+        trainer.accelerator.autocast(),
+        is_exact=not is_routed,
+        unpacked=with_own_attention([trainer.model]),
+    )
+
+
+def padding_trial(trainer: Any) -> PaddingTrial:
+    """What a trial run of rows with and without padding found. The model has its own attention."""
+    model = trainer.model
+    config = model.config.get_text_config()
+    columns = PaddedColumns(
+        config.pad_token_id or 0, upstream_config.position_boundaries(config), upstream_config.max_positions(config)
+    )
+    layers = upstream_config.telling_layers(model, config)
+    with with_exact_attention(model):
+        return try_padding(model, config.vocab_size, columns, layers, trainer.accelerator.autocast())
 
 
 def model_shape(trainer: Any) -> ModelShape:
     """What the policy's activations depend on."""
     config = trainer.model.config.get_text_config()
-    head_dim = max(_head_dims(config))
+    head_dim = max(upstream_config.head_dims(config), default=1)
+    heads, key_heads = upstream_config.num_heads(config) or (config.hidden_size, config.hidden_size)
     experts = getattr(config, "num_experts_per_tok", None) or 0
     expert_width = getattr(config, "moe_intermediate_size", None) or 0
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         intermediate=max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size, experts * expert_width),
-        query_width=config.num_attention_heads * head_dim,
-        key_width=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim,
+        query_width=heads * head_dim,
+        key_width=key_heads * head_dim,
         vocabulary=config.vocab_size,
         element_bytes=2 if trainer.args.bf16 else 4,
         checkpoints=bool(trainer.args.gradient_checkpointing),
@@ -225,8 +245,9 @@ def long_context_facts(trainer: Any, *, copies_to_come: int) -> LongContextFacts
             budget_setting(args, "max_tokens_per_microbatch"),
         ),
         free_bytes=activation_bytes(trainer, copies_to_come=copies_to_come) if is_cuda else 0,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        attention=(config._attn_implementation or "eager").removeprefix(PREFIX),
+        num_key_value_heads=(upstream_config.num_heads(config) or (1, 1))[1],
+        attention=own_attention(config),
+        asks_for_attention=asks_for_attention(model),
         is_multimodal=trainer._is_vlm or config is not model.config,
         router_loss=bool(trainer.aux_loss_enabled),
         torch_compile=bool(args.torch_compile),
@@ -247,12 +268,6 @@ def draws(trainer: Any) -> bool:
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
     """Modules, wrapped or not, that would call their `_gradient_checkpointing_func` in training."""
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-
-
-def undispatched_attention(model: nn.Module) -> set[str]:
-    """Names of the attention implementations in `model` that this library's dispatch does not stand in front of."""
-    names = {m.config._attn_implementation or "eager" for m in model.modules() if isinstance(m, PreTrainedModel)}
-    return {name for name in names if not name.startswith(PREFIX)}
 
 
 def checkpointed_layer(function: Any) -> nn.Module | None:

@@ -14,7 +14,7 @@ from trl_budget.activation_store import DeviceStore
 from trl_budget.attention import packed_rows
 from trl_budget.layer_checkpoint import tiled_layers, tiled_layers_without_gradient
 from trl_budget.layer_tiles import TileSettings
-from trl_budget.upstream_model import enable_packed_attention
+from trl_budget.upstream_attention import enable_packed_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from tiled_models import PEAKS_WITHOUT_GRADIENT, relative_error, tiles

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, set_seed
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_budget.micro_batch import RowsModel
-from trl_budget.upstream_model import enable_packed_attention
+from trl_budget.upstream_attention import enable_packed_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -15,7 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, SettingsError, attention
 from trl_budget.trial_forward import forward_draws, packing_fault
-from trl_budget.upstream_model import enable_packed_attention
+from trl_budget.upstream_attention import enable_packed_attention
 
 
 def fault(model: torch.nn.Module) -> str | None:

@@ -17,7 +17,7 @@ from trl_budget.activation_store import ActivationStore, DeviceStore
 from trl_budget.layer_checkpoint import tiled_layers
 from trl_budget.layer_tiles import TileSettings
 from trl_budget.micro_batch import RowsModel
-from trl_budget.upstream_model import enable_packed_attention
+from trl_budget.upstream_attention import enable_packed_attention
 
 C = max(COMPLETIONS)
 Gradients = dict[str, Tensor]

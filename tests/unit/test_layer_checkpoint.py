@@ -21,7 +21,8 @@ from trl_budget.attention import _dispatching, dispatching_implementation
 from trl_budget.errors import SettingsError, UnservedLayerError
 from trl_budget.layer_checkpoint import tiled_layers
 from trl_budget.layer_tiles import TileSettings
-from trl_budget.upstream_model import checkpointed_layer, enable_packed_attention
+from trl_budget.upstream_attention import enable_packed_attention
+from trl_budget.upstream_model import checkpointed_layer
 
 TILED = TileSettings(3, None)
 

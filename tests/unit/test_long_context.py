@@ -129,6 +129,7 @@ SPLIT_ONLY = [
     ({"tiling_fault": "a tile differs by 0.5"}, "a tile differs by 0.5"),
     ({"attention": "eager"}, "attn_implementation='eager'"),
     ({"attention": "flash_attention_2"}, "attn_implementation='flash_attention_2'"),
+    ({"asks_for_attention": True}, "asks whether its attention is 'sdpa'"),
 ]
 ASKED = [("activation_offload", "on"), ("tiled_mlp", 4096), ("attention_head_groups", 4)]
 

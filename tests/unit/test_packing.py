@@ -17,6 +17,7 @@ from trl_budget.row_layout import (
     MAX_AUTO_TOKENS,
     MERGED,
     MIN_AUTO_TOKENS,
+    SPLIT,
     UNTOUCHED,
     WHOLE,
     LayoutFacts,
@@ -231,9 +232,9 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "state space": ({"is_stateful": True}, "state space would carry"),
     "linear layers": ({"layer_types": frozenset({"linear_attention"})}, "linear_attention would carry"),
     "chunked layers": ({"layer_types": frozenset({"chunked_attention"})}, "chunked_attention would carry"),
-    "learned positions": ({"rope_types": frozenset()}, "positions are not rotary"),
-    "dynamic": ({"rope_types": frozenset({"dynamic"})}, "rope_type dynamic depends"),
-    "longrope": ({"rope_types": frozenset({"default", "longrope"})}, "rope_type longrope depends"),
+    "positions that are not rotary": ({"rope_types": frozenset()}, "positions are not rotary"),
+    "attention asked for by name": ({"asks_for_attention": True}, "asks whether its attention is 'sdpa'"),
+    "adapters by row": ({"row_adapters": "X-LoRA"}, "X-LoRA looks at each row"),
     "soft cap": ({"soft_cap": True}, "soft-capped"),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     "window": ({"has_window": True, "serves_windows": False}, "sliding window"),
@@ -243,11 +244,32 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "virtual tokens": ({"learns_prompt": True}, "virtual tokens"),
     "trial": ({"packing_fault": "in a trial run it broke"}, "in a trial run it broke"),
 }
+# What moves a row's log-probs with the columns around it.
+MOVING: dict[str, tuple[dict[str, Any], str]] = {
+    "dynamic": ({"rope_types": frozenset({"dynamic"})}, "rope_type dynamic depends"),
+    "longrope": ({"rope_types": frozenset({"default", "longrope"})}, "rope_type longrope depends"),
+    "scaled positions": (
+        {"scales_positions": ("floor_scale", 8192)},
+        "floor_scale scales queries by absolute position",
+    ),
+    "noise": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+    "a trial": ({"padding_fault": "in a trial run padding moved a row"}, "in a trial run padding moved a row"),
+    "no trial, layers that convolve": (
+        {"is_padding_tried": False, "layer_types": frozenset({"conv"})},
+        "could not be tried in fp32",
+    ),
+    "no trial, other positions": (
+        {"is_padding_tried": False, "rope_types": frozenset()},
+        "could not be tried in fp32",
+    ),
+    "no trial, a state": ({"is_padding_tried": False, "is_stateful": True}, "could not be tried in fp32"),
+}
 STOCK_ONLY: dict[str, tuple[dict[str, Any], str]] = {
     "DataParallel": ({"num_devices": 2}, "over 2 devices"),
     "FSDP": ({"parallelism": "FSDP"}, "launched with FSDP"),
 }
 every_obstacle = pytest.mark.parametrize(("facts", "reason"), OBSTACLES.values(), ids=OBSTACLES)
+every_moving = pytest.mark.parametrize(("facts", "reason"), MOVING.values(), ids=MOVING)
 every_stock = pytest.mark.parametrize(("facts", "reason"), STOCK_ONLY.values(), ids=STOCK_ONLY)
 
 
@@ -260,6 +282,35 @@ def test_auto_trims_with_the_reason(facts: dict[str, Any], reason: str) -> None:
     row = resolve_layout("auto", facts_of(**facts))
     assert (row.name, row.value) == ("padding_free", "trimmed")
     assert reason in row.reason
+
+
+@every_moving
+def test_auto_keeps_the_rows_of_stock_where_their_columns_count(facts: dict[str, Any], reason: str) -> None:
+    row = resolve_layout("auto", facts_of(**facts))
+    assert (row.name, row.value) == ("padding_free", "stock")
+    assert reason in row.reason
+
+
+@every_moving
+@pytest.mark.parametrize("requested", ["on", "off"])
+def test_moving_rows_whose_columns_count_is_refused(requested: str, facts: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SettingsError, match=f"padding_free='{requested}'") as error:
+        resolve_layout(requested, facts_of(**facts))
+    assert reason in str(error.value) and "padding_free='auto'" in str(error.value)
+
+
+@pytest.mark.parametrize("facts", [{}, {"layer_types": frozenset({"sliding_attention"})}])
+def test_a_plain_model_needs_no_trial_in_fp32(facts: dict[str, Any]) -> None:
+    assert resolve_layout("auto", facts_of(is_padding_tried=False, **facts)).value == "packed"
+
+
+def test_hooks_of_the_user_keep_the_rows_of_stock_but_for_one_who_says_on() -> None:
+    facts = facts_of(hooks=("a hook of yours (steer)",))
+    row = resolve_layout("auto", facts)
+    assert row.value == "stock"
+    assert "a hook of yours (steer)" in row.reason and "padding_free='on'" in row.reason
+    assert resolve_layout("on", facts).value == "packed"
+    assert resolve_layout("off", facts).value == "trimmed"
 
 
 @every_obstacle
@@ -337,6 +388,8 @@ def test_anything_else_is_refused_by_name(budget: Any) -> None:
     [
         ({}, MERGED, "merged and split"),
         ({"top_entropy_quantile": 0.2}, WHOLE, "top_entropy_quantile=0.2"),
+        ({"observers": ("training_step",)}, SPLIT, "training_step may look at each micro-batch's loss"),
+        ({"observers": ("Skip.on_substep_end",), "top_entropy_quantile": 0.2}, UNTOUCHED, "Skip.on_substep_end"),
         ({"router_loss": True}, UNTOUCHED, "router"),
         ({"is_multimodal": True}, UNTOUCHED, "images"),
         ({"overrides": ("_compute_loss",)}, UNTOUCHED, "_compute_loss"),
