@@ -27,11 +27,11 @@ from trl_budget.grad_offload import BackwardHooks, GradientAccumulator, Gradient
 from trl_budget.gradient_stream import GradientStream
 from trl_budget.host_threads import background_thread, step_threads
 from trl_budget.optimizer_state import (
-    UNSERVED_FLAGS,
     check_arguments,
     check_group,
     check_loadable,
     load_slot,
+    step_settings,
     torch_defaults,
 )
 from trl_budget.parameter_slots import ParameterSlot, check_parameter, steps_in_place
@@ -68,7 +68,7 @@ class HostAdamW(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. fp32 or bf16, contiguous,
             on the CPU or CUDA. Frozen ones get no state until they require gradients.
-        lr: learning rate.
+        lr: learning rate; a tensor of one element as well, unless the implementation is "foreach" (as torch).
         betas: coefficients of the running averages.
         eps: term added to the denominator.
         weight_decay: decoupled weight decay.
@@ -93,7 +93,7 @@ class HostAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -144,7 +144,7 @@ class HostAdamW(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1], self.implementation)
             if self._is_built:
                 self._build_slots()
         except Exception:
@@ -263,6 +263,7 @@ class HostAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._team.reporting("collect gradients"):
+            settings = [step_settings(group, self.implementation) for group in self.param_groups]
             self._collect_gradients()
             norm = self._gradients.norm().item()
         if not math.isfinite(norm):
@@ -270,12 +271,12 @@ class HostAdamW(torch.optim.Optimizer):
             return loss
         self.num_consecutive_skipped_steps = 0
         self.adopt_external_writes()
-        groups = [(group, self._slots_with_gradient(group)) for group in self.param_groups]
-        stepped = [slot for _, slots in groups for slot in slots]
+        groups = [self._slots_with_gradient(group) for group in self.param_groups]
+        stepped = [slot for slots in groups for slot in slots]
         with self._team.stepping(stepped) as arrivals:
             self._begin_upload()
-            for group, slots in groups:
-                self._step_group(group, [slot for slot in slots if slot.is_stepped_here], arrivals)
+            for values, slots in zip(settings, groups, strict=True):
+                self._step_group(values, [slot for slot in slots if slot.is_stepped_here], arrivals)
             self._receive(arrivals.all())
             self._finish_upload(stepped)
         self._gradients.forget()
@@ -284,15 +285,7 @@ class HostAdamW(torch.optim.Optimizer):
     def _slots_with_gradient(self, group: dict[str, Any]) -> list[ParameterSlot]:
         return [slot for p in group["params"] if (slot := self._slots.get(p)) and slot.gradient is not None]
 
-    def _step_group(self, group: dict[str, Any], slots: Sequence[ParameterSlot], arrivals: Arrivals) -> None:
-        settings = {
-            "foreach": self.implementation == "foreach",
-            "fused": self.implementation == "fused",
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            **{key: group[key] for key in ("lr", "eps", "weight_decay")},
-            **dict.fromkeys(UNSERVED_FLAGS, False),
-        }
+    def _step_group(self, settings: dict[str, Any], slots: Sequence[ParameterSlot], arrivals: Arrivals) -> None:
         flat = [(slot, cast(Tensor, slot.gradient).reshape(-1)) for slot in slots]
         blocks = [(*pair, start) for pair in flat for start in range(0, pair[1].numel(), BLOCK_ELEMENTS)]
         num_open = Counter(slot for slot, *_ in blocks)
@@ -516,7 +509,7 @@ class HostAdamW(torch.optim.Optimizer):
         loaded = state_dict["state"]
         with self._team.reporting("load a state"):
             self._build_slots()
-            check_loadable(state_dict, [self._slots.get(p) for p in self._parameters()])
+            check_loadable(state_dict, [self._slots.get(p) for p in self._parameters()], self.implementation)
         state = self.state
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state = state

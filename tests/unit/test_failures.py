@@ -158,6 +158,7 @@ def test_a_skipped_step_does_not_disturb_the_schedule(recwarn: pytest.WarningsRe
         ({"eps": -1.0}, "eps", "-1.0"),
         ({"weight_decay": -0.1}, "weight_decay", "-0.1"),
         ({"implementation": "vectorised"}, "implementation", "'vectorised'"),
+        ({"lr": torch.tensor(-1e-3)}, "lr", "-0.001.*"),
     ],
     ids=str,
 )
@@ -166,6 +167,29 @@ def test_a_bad_argument_is_refused_with_value_reason_and_remedy(
 ) -> None:
     with pytest.raises(SettingsError, match=rf"{name}={value} .*(needs|runs) .*Set {name} to"):
         HostAdamW(random_parameters([(3,)], torch.bfloat16), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "complaint"),
+    [
+        ({"lr": "1e-3"}, "lr", "'1e-3' is of type str"),
+        ({"lr": None}, "lr", "None is of type NoneType"),
+        ({"lr": torch.tensor([1e-3, 1e-4])}, "lr", r"tensor\(\[.*\) is of type Tensor"),
+        ({"lr": torch.tensor(1e-3), "implementation": "foreach"}, "lr", r"tensor\(0.0010\) is a tensor"),
+        ({"eps": torch.tensor(1e-8)}, "eps", "tensor.*is of type Tensor"),
+        ({"weight_decay": "0"}, "weight_decay", "'0' is of type str"),
+        ({"betas": 0.9}, "betas", "0.9 is of type float"),
+        ({"betas": (0.9,)}, "betas", r"\(0.9,\) is of type tuple"),
+        ({"betas": (torch.tensor(0.9), torch.tensor(0.99))}, "betas", r"\(tensor.*is of type tuple"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_a_wrong_type_is_refused_by_its_type(
+    settings: dict[str, Any], name: str, complaint: str
+) -> None:
+    with pytest.raises(SettingsError, match=rf"{name}={complaint}.*Set (implementation|{name}) to") as refused:
+        HostAdamW(random_parameters([(3,)], torch.bfloat16), **settings)
+    assert "out of range" not in str(refused.value)
 
 
 @pytest.mark.parametrize("flag", ["amsgrad", "maximize", "capturable", "differentiable"])
