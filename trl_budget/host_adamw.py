@@ -204,6 +204,9 @@ class HostAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the running step, or sets them to zero, on the device and in the accumulators.
 
+        Zeros are gradients: as with torch's optimizer, a parameter that had a gradient since they were last dropped,
+        a step that has used it up included, is stepped with them (momentum, weight decay).
+
         Raises:
             HostThreadError: summing them had failed and nobody has been told; they are dropped.
         """

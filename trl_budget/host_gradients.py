@@ -143,16 +143,21 @@ class HostGradients:
         return torch.mul(block, slot.clip_coefficient, out=self._scratch.take(block.numel()))
 
     def zero(self, set_to_none: bool) -> None:
-        """Forgets the accumulated gradients, or sets them to zero."""
+        """Forgets the accumulated gradients, or makes zeros of all that were not forgotten this way before."""
         if set_to_none:
-            self.forget()
+            try:
+                self.forget()
+            finally:
+                for slot in self._slots.values():
+                    slot.had_gradient = False
             return
         with self._forgetting_lost_sums():
             self.collector.discard()
         self._norm = None
         for slot in self._slots.values():
-            if slot.accumulator is not None:
+            if slot.accumulator is not None and (slot.accumulator_is_filled or slot.had_gradient):
                 slot.accumulator.zero_()
+                slot.accumulator_is_filled = True
                 slot.clip_coefficient = None
 
     def forget(self) -> None:
