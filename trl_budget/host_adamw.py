@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -226,7 +225,8 @@ class HostAdamW(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | Tensor | None = None) -> Tensor:
         """Clips a gradient norm as `torch.nn.utils.clip_grad_norm_` does and returns the norm before.
 
-        A norm that is infinite or NaN scales nothing: the step that follows is skipped.
+        Gradients that are not finite are not scaled: the step that follows is skipped. Where they are finite and only
+        their norm overflows fp32, the factor is 0, as torch's: the step follows momentum and weight decay alone.
 
         Args:
             max_norm: upper bound of the norm; `inf` only measures.
@@ -269,7 +269,8 @@ class HostAdamW(torch.optim.Optimizer):
             settings = [step_settings(group, self.implementation) for group in self.param_groups]
             self._collect_gradients()
             norm = self._gradients.norm().item()
-        if not math.isfinite(norm):
+            is_finite = self._gradients.are_finite(norm)
+        if not is_finite:
             self._skip_step(norm)
             return loss
         self.num_consecutive_skipped_steps = 0
