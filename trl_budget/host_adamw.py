@@ -38,6 +38,7 @@ from trl_budget.pinned import ParameterSlabs
 from trl_budget.placement import check_gradient_placement
 from trl_budget.streams import CopyEngines
 from trl_budget.team import Arrivals, broadcast_untrained, join_team
+from trl_budget.unfinished_steps import UnfinishedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class HostAdamW(torch.optim.Optimizer):
         self._given_masters = master_weights
         self._names = dict(parameter_names or {})
         self._slots: dict[Parameter, ParameterSlot] = {}
+        self._unfinished = UnfinishedSteps()
         self._team = join_team(sharding)
         self._host_state = self._team.host_state(pin_memory=pin_memory)
         self._engines = CopyEngines(pin=pin_memory)
@@ -174,7 +176,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _drop_slots(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
-            del self._slots[parameter]
+            self._unfinished.forget(self._slots.pop(parameter))
             del self.state[parameter]
 
     @property
@@ -236,9 +238,13 @@ class HostAdamW(torch.optim.Optimizer):
 
         Returns:
             fp32 scalar on the host: the norm before clipping.
+
+        Raises:
+            HalfSteppedError: an earlier step ended midway.
         """
         chosen = self._parameters() if parameters is None else parameters
         with self._team.reporting("clip gradients"):
+            self._unfinished.check()
             self._collect_gradients()
             return self._gradients.clip(max_norm, [chosen] if isinstance(chosen, Tensor) else chosen)
 
@@ -260,12 +266,17 @@ class HostAdamW(torch.optim.Optimizer):
 
         The new weights are in place, for every stream, when this returns. Gradients on the host are dropped; `p.grad`
         of parameters stepped in place stays, as with torch's optimizer.
+
+        Raises:
+            HalfSteppedError: an earlier step ended midway.
+            NonFiniteGradientError: this is the tenth step in a row that was skipped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._team.reporting("collect gradients"):
+            self._unfinished.check()
             settings = [step_settings(group, self.implementation) for group in self.param_groups]
             self._collect_gradients()
             norm = self._gradients.norm().item()
@@ -277,7 +288,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.adopt_external_writes()
         groups = [self._slots_with_gradient(group) for group in self.param_groups]
         stepped = [slot for slots in groups for slot in slots]
-        with self._team.stepping(stepped) as arrivals:
+        with self._unfinished.during("An optimizer step", stepped), self._team.stepping(stepped) as arrivals:
             self._begin_upload()
             for values, slots in zip(settings, groups, strict=True):
                 self._step_group(values, [slot for slot in slots if slot.is_stepped_here], arrivals)
@@ -355,6 +366,17 @@ class HostAdamW(torch.optim.Optimizer):
             f", the first is {bad[0]}" if bad else "",
             self.num_consecutive_skipped_steps,
         )
+
+    def check_whole(self) -> None:
+        """Refuses weights of which some were stepped and others not; to be asked before the model alone is saved.
+
+        Loading a whole state (`load_state_dict`, with masters) mends it; where a parameter is its own master, the
+        model's weights have to be loaded as well. Not collective.
+
+        Raises:
+            HalfSteppedError: names the operation that ended midway and what to load.
+        """
+        self._unfinished.check()
 
     # Compute weights
 
@@ -493,6 +515,7 @@ class HostAdamW(torch.optim.Optimizer):
         The tensors are views of the live slabs: save or copy them before the next step. Complete on every rank, the
         ranks' own included that other ranks step.
         """
+        self._unfinished.check()
         state_dict = super().state_dict()
         for index, parameter in enumerate(self._parameters()):
             if parameter in self._slots and self._slots[parameter].is_in_place:
@@ -518,11 +541,14 @@ class HostAdamW(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state = state
         self.adopt_external_writes(is_expected=True)
-        with self._team.together("load a state"):
-            for index, parameter in enumerate(self._parameters()):
-                if parameter in self._slots:
-                    load_slot(self._slots[parameter], loaded.get(index))
-        self._refresh(self._separate_slots())
+        entries = {self._slots[p]: loaded.get(i) for i, p in enumerate(self._parameters()) if p in self._slots}
+        with self._unfinished.during("Loading a state", entries):
+            with self._team.together("load a state"):
+                for slot, entry in entries.items():
+                    load_slot(slot, entry)
+            self._refresh(self._separate_slots())
+        for slot, entry in entries.items():
+            self._unfinished.loaded(slot, with_masters=entry is not None and "master_weights" in entry)
         self._gradients.forget()
 
 

@@ -174,6 +174,7 @@ def test_a_learning_rate_tensor_put_into_a_group_of_foreach_is_refused_before_th
         with pytest.raises(SettingsError, match=r"'foreach'.*'fused' or 'loop'"):
             action()
     assert optimizer.state[parameter]["step"] == 0
+    optimizer.check_whole()
 
 
 @in_place_and_separate
