@@ -36,6 +36,7 @@ from trl_budget.optimizer_state import (
 from trl_budget.parameter_slots import ParameterSlot, check_parameter, steps_in_place
 from trl_budget.pinned import ParameterSlabs
 from trl_budget.placement import check_gradient_placement
+from trl_budget.state_edits import follow_edits, follow_storage, publish, saved_entry
 from trl_budget.streams import CopyEngines
 from trl_budget.team import Arrivals, broadcast_untrained, join_team
 from trl_budget.unfinished_steps import UnfinishedSteps
@@ -58,12 +59,15 @@ class HostAdamW(torch.optim.Optimizer):
     place: no second copy, and its gradient stays in `parameter.grad`, as with torch's optimizer.
 
     `state[p]` holds `step` (fp32 scalar), `exp_avg`, `exp_avg_sq` and `master_weights` (fp32, host, `p`'s shape;
-    page-locked when `p` is on CUDA). A step whose gradient norm is infinite or NaN is skipped and reported; the tenth
-    in a row raises.
+    page-locked when `p` is on CUDA). Entries may be deleted and tensors replaced, as with torch's optimizer: before
+    the next step a missing entry starts anew and a replaced tensor's values are copied. A step with an infinite or NaN
+    gradient is skipped and reported; the tenth in a row raises. After an error or an interrupt inside a step, `step`,
+    `clip_grad_norm_` and `state_dict` refuse until a whole state has been loaded, see `check_whole`.
 
     In a process group of several ranks, the ranks share the optimizer: `step()` and `clip_grad_norm_`, whichever comes
     first, make the mean gradient over all ranks, as DDP does, and no parameter is stepped in place. Construction and
-    every method that changes state are collective; all ranks start from rank 0's weights.
+    every method that changes state are collective; all ranks start from rank 0's weights, and edits of `state` must be
+    made on every rank alike.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. fp32 or bf16, contiguous,
@@ -143,6 +147,7 @@ class HostAdamW(torch.optim.Optimizer):
         Raises:
             SettingsError: a hyperparameter or parameter that cannot be served; the group has not been added then.
         """
+        self._follow_edits()
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1], self.implementation)
@@ -165,6 +170,7 @@ class HostAdamW(torch.optim.Optimizer):
         check_arguments(implementation)
         with self._team.reporting("regroup parameters"):
             self._gradients.wait()
+        self._follow_edits()
         self.implementation = implementation
         self.defaults.update(torch_defaults(implementation, **defaults))
         self.param_groups.clear()
@@ -177,7 +183,7 @@ class HostAdamW(torch.optim.Optimizer):
     def _drop_slots(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
             self._unfinished.forget(self._slots.pop(parameter))
-            del self.state[parameter]
+            self.state.pop(parameter, None)
 
     @property
     def host_bytes(self) -> int:
@@ -419,6 +425,7 @@ class HostAdamW(torch.optim.Optimizer):
             weights: parameters and their new values, any floating dtype, the parameter's shape. Parameters without
                 host state are left out.
         """
+        self._follow_edits()
         written = []
         with self._team.together("set master weights"):
             for parameter, values in weights:
@@ -433,14 +440,20 @@ class HostAdamW(torch.optim.Optimizer):
         broadcast_untrained(self._team, model)
 
     def follow_parameters(self) -> None:
-        """Follows parameters stepped in place whose storage was replaced (`parameter.data = ...`).
+        """Follows parameters stepped in place whose storage was replaced (`parameter.data = ...`), and edited state.
 
         Raises:
-            SettingsError: such a parameter left the CPU or fp32, and took its master weights with it.
+            SettingsError: such a parameter left the CPU or fp32, and took its master weights with it; or an entry of
+                `state` holds something that AdamW cannot step.
         """
         for slot in self._slots.values():
-            if slot.follow_parameter():
-                self._publish(slot)
+            follow_storage(self.state, slot)
+        self._follow_edits()
+
+    def _follow_edits(self) -> None:
+        """Takes edits of `state` over; masters that the user has replaced become the weights."""
+        if written := follow_edits(self.state, self._slots, self._team):
+            self._refresh([slot for slot in written if not slot.is_in_place])
 
     @torch.no_grad()
     def _refresh(self, slots: Sequence[ParameterSlot]) -> None:
@@ -480,7 +493,8 @@ class HostAdamW(torch.optim.Optimizer):
             built = self._host_state.build(names, given, self._gradients.collector.staging_bytes(separate))
         self._slots.update(built)
         for slot in built.values():
-            self._publish(slot)
+            if not self.state.get(slot.parameter):  # what the user has put there is followed before the step
+                publish(self.state, slot)
             self._hooks.attach(slot.parameter)
         self._gradients.collector.prepare(built.values())
         self._refresh([slot for slot in built.values() if not slot.is_in_place])
@@ -492,14 +506,6 @@ class HostAdamW(torch.optim.Optimizer):
             names.update(zip(group["params"], group.get("param_names", ()), strict=False))
         names.update(self._names)
         return {p: names[p] for p in parameters}
-
-    def _publish(self, slot: ParameterSlot) -> None:
-        self.state[slot.parameter] = {
-            "step": slot.step,
-            "exp_avg": slot.exp_avg,
-            "exp_avg_sq": slot.exp_avg_sq,
-            "master_weights": slot.master_weights,
-        }
 
     def _parameters(self) -> list[Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -513,14 +519,19 @@ class HostAdamW(torch.optim.Optimizer):
         """Torch's format, with `master_weights` beside the moments where the parameter is not its own master.
 
         The tensors are views of the live slabs: save or copy them before the next step. Complete on every rank, the
-        ranks' own included that other ranks step.
+        ranks' own included that other ranks step. Edits of `state` are shown as they stand; an entry that was deleted
+        has zeros, and the masters that it keeps. Not collective.
+
+        Raises:
+            HalfSteppedError: a step ended midway.
+            SettingsError: an entry of `state` holds something that AdamW cannot step.
         """
         self._unfinished.check()
         state_dict = super().state_dict()
+        entries = state_dict["state"]
         for index, parameter in enumerate(self._parameters()):
-            if parameter in self._slots and self._slots[parameter].is_in_place:
-                entry = state_dict["state"][index]
-                state_dict["state"][index] = {k: v for k, v in entry.items() if k != "master_weights"}
+            if (slot := self._slots.get(parameter)) is not None:
+                entries[index] = saved_entry(entries.get(index), slot)
         return state_dict
 
     @torch.no_grad()
@@ -537,9 +548,12 @@ class HostAdamW(torch.optim.Optimizer):
         with self._team.reporting("load a state"):
             self._build_slots()
             check_loadable(state_dict, [self._slots.get(p) for p in self._parameters()], self.implementation)
+        self._follow_edits()
         state = self.state
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.state = state
+        try:
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        finally:  # after an interrupt too: entries that are gone start anew
+            self.state = state
         self.adopt_external_writes(is_expected=True)
         entries = {self._slots[p]: loaded.get(i) for i, p in enumerate(self._parameters()) if p in self._slots}
         with self._unfinished.during("Loading a state", entries):
