@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -533,6 +533,19 @@ class HostAdamW(torch.optim.Optimizer):
             if (slot := self._slots.get(parameter)) is not None:
                 entries[index] = saved_entry(entries.get(index), slot)
         return state_dict
+
+    def __getstate__(self) -> NoReturn:
+        """Refuses `copy` and `pickle`, which torch's optimizers allow.
+
+        Raises:
+            SettingsError: always.
+        """
+        raise SettingsError(
+            f"A HostAdamW of {len(self._slots)} parameters was to be copied or pickled. Its slabs, hooks and threads "
+            "serve those very parameters, and a copy would step them with masters of its own. Keep "
+            "copy.deepcopy(optimizer.state_dict()), and load it with load_state_dict into a HostAdamW that is built "
+            "for the copied model."
+        )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

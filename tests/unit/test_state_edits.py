@@ -1,8 +1,9 @@
-"""Edits of `optimizer.state` do what they do to `torch.optim.AdamW`, or are refused by name."""
+"""Edits of `optimizer.state` do what they do to `torch.optim.AdamW`, or are refused by name; copies are refused."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -219,3 +220,16 @@ def test_a_regrouped_optimizer_forgets_deleted_entries_of_parameters_that_left()
     optimizer.state.clear()
     optimizer.regroup(parameters[1:], implementation="fused", lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
     assert set(optimizer.state) == set(parameters[1:])
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+@in_place_and_separate
+def test_a_copy_of_the_optimizer_is_refused_and_names_the_state_dict(
+    dtype: torch.dtype, duplicate: Callable[[object], object]
+) -> None:
+    optimizer, parameters, stock, twins = trained(dtype)
+    with pytest.raises(SettingsError, match=r"7 parameters.*copied or pickled.*optimizer\.state_dict\(\)") as refused:
+        duplicate(optimizer)
+    assert "load_state_dict" in str(refused.value)
+    train_pair(optimizer, parameters, stock, twins, steps=[3])
+    assert_same_bits(optimizer, parameters, stock, twins)
