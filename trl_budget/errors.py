@@ -20,6 +20,10 @@ class NonFiniteGradientError(RuntimeError):
     """Too many optimizer steps in a row were skipped because the gradient norm was infinite or NaN."""
 
 
+class HalfSteppedError(RuntimeError):
+    """An optimizer step, or the load of its state, ended midway: the weights are of different steps."""
+
+
 class UnservedAttentionError(NotImplementedError):
     """The model's attention has a feature that packed rows would silently lose."""
 

@@ -6,6 +6,7 @@ late, block by block, while the step has them in cache.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from torch.nn import Parameter
 
 from trl_budget.errors import HostThreadError
 from trl_budget.grad_offload import GradientCollector, check_gradient
-from trl_budget.gradient_norm import norm_of_norms, norms_of
+from trl_budget.gradient_norm import is_finite, norm_of_norms, norms_of
 from trl_budget.host_threads import HostThreads, ThreadScratch
 from trl_budget.parameter_slots import ParameterSlot
+
+logger = logging.getLogger(__name__)
 
 
 class HostGradients:
@@ -99,11 +102,22 @@ class HostGradients:
         """Measures and scales the gradients of `parameters`, see `HostAdamW.clip_grad_norm_`."""
         gradients = self._of(parameters)
         norm = self._measure(gradients)
-        if gradients.keys() == {slot.parameter for slot in self._slots.values() if slot.gradient is not None}:
+        is_whole = gradients.keys() == {slot.parameter for slot in self._slots.values() if slot.gradient is not None}
+        if is_whole:
             self._norm = norm
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if not math.isfinite(norm.item()) or coefficient.item() == 1.0:  # a factor of 1 changes no bit
+        if not math.isfinite(coefficient.item()) or coefficient.item() == 1.0:  # a factor of 1 changes no bit
             return norm
+        if math.isinf(norm.item()):
+            if not self._are_finite(gradients):
+                return norm
+            self._norm = torch.zeros(()) if is_whole else self._norm
+            logger.warning(
+                "The gradient norm overflows fp32, though all %d gradients are finite. Clipping to %s multiplies them "
+                "with 0, as torch's does, so this step follows momentum and weight decay alone.",
+                len(gradients),
+                max_norm,
+            )
         for parameter, gradient in gradients.items():
             slot = self._slots.get(cast(Parameter, parameter))
             if slot is None or slot.is_in_place:
@@ -111,6 +125,16 @@ class HostGradients:
             else:
                 slot.clip_coefficient = coefficient
         return norm
+
+    def are_finite(self, norm: float) -> bool:
+        """Whether a step may use the gradients, whose norm is given. Reads them only where fp32 has no such norm."""
+        if math.isfinite(norm):
+            return True
+        gradients: dict[Tensor, Tensor] = {p: g for p, slot in self._slots.items() if (g := slot.gradient) is not None}
+        return math.isinf(norm) and self._are_finite(gradients)
+
+    def _are_finite(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        return all(is_finite(gradient) for gradient in gradients.values())
 
     def _measure(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
         return norm_of_norms(list(self._norms(gradients).values()))
@@ -143,16 +167,21 @@ class HostGradients:
         return torch.mul(block, slot.clip_coefficient, out=self._scratch.take(block.numel()))
 
     def zero(self, set_to_none: bool) -> None:
-        """Forgets the accumulated gradients, or sets them to zero."""
+        """Forgets the accumulated gradients, or makes zeros of all that were not forgotten this way before."""
         if set_to_none:
-            self.forget()
+            try:
+                self.forget()
+            finally:
+                for slot in self._slots.values():
+                    slot.had_gradient = False
             return
         with self._forgetting_lost_sums():
             self.collector.discard()
         self._norm = None
         for slot in self._slots.values():
-            if slot.accumulator is not None:
+            if slot.accumulator is not None and (slot.accumulator_is_filled or slot.had_gradient):
                 slot.accumulator.zero_()
+                slot.accumulator_is_filled = True
                 slot.clip_coefficient = None
 
     def forget(self) -> None:

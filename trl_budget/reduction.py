@@ -151,6 +151,13 @@ class SharedGradients(HostGradients):
         ordered = [torch.tensor(known[numbers[p]]) if p in numbers else norms[p] for p in gradients]
         return norm_of_norms(ordered)
 
+    def _are_finite(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        """Each rank reads what it has reduced, and its own gradients of other parameters. Collective."""
+        here = self._ranks.local_rank
+        elsewhere = {slot.parameter for slot in self._shared_slots() if slot.reducer != here}
+        own = super()._are_finite({p: gradient for p, gradient in gradients.items() if p not in elsewhere})
+        return all(self._ranks.exchange("look for infinite gradients", own))
+
     def _norms(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         rows: dict[Tensor, Tensor] = {slot.parameter: norms for slot, norms in self._sums.row_norms.items()}
         others = super()._norms({p: gradient for p, gradient in gradients.items() if p not in rows})
