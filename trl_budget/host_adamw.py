@@ -13,7 +13,8 @@ import logging
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -52,10 +53,12 @@ class HostAdamW(torch.optim.Optimizer):
     """AdamW whose state and arithmetic live in host memory; the device keeps the compute weights only.
 
     `loss.backward(); optimizer.step()` is the whole protocol. To clip in between, call `optimizer.clip_grad_norm_`:
-    torch's `clip_grad_norm_` reads `parameter.grad`, which has left. When a backward ends, the gradients move to fp32
-    accumulators on the host and `parameter.grad` becomes None; `step()` runs AdamW on the fp32 masters and writes
-    `master_weights.to(parameter.dtype)` back, before it returns. A parameter that is fp32 and on the CPU is stepped in
-    place: no second copy, and its gradient stays in `parameter.grad`, as with torch's optimizer.
+    torch's `clip_grad_norm_` reads `parameter.grad`, which has left; `editable_gradients()` brings it back for a
+    while. `optimizer.zero_grad()` drops what has left, a module's own `zero_grad()` does not reach it. When a backward
+    ends, the gradients move to fp32 accumulators on the host and `parameter.grad` becomes None; `step()` runs AdamW on
+    the fp32 masters and writes `master_weights.to(parameter.dtype)` back, before it returns. A parameter that is fp32
+    and on the CPU is stepped in place: no second copy, and its gradient stays in `parameter.grad`, as with torch's
+    optimizer.
 
     `state[p]` holds `step` (fp32 scalar), `exp_avg`, `exp_avg_sq` and `master_weights` (fp32, host, `p`'s shape;
     page-locked when `p` is on CUDA). A step whose gradient norm is infinite or NaN is skipped and reported; the tenth
@@ -201,6 +204,11 @@ class HostAdamW(torch.optim.Optimizer):
 
     # Gradients
 
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether `parameter.grad` of any trained parameter is None after a backward."""
+        return bool(self._separate_slots())
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the running step, or sets them to zero, on the device and in the accumulators.
 
@@ -238,6 +246,30 @@ class HostAdamW(torch.optim.Optimizer):
         with self._team.reporting("clip gradients"):
             self._collect_gradients()
             return self._gradients.clip(max_norm, [chosen] if isinstance(chosen, Tensor) else chosen)
+
+    @contextmanager
+    def editable_gradients(self) -> Iterator[None]:
+        """Inside, `parameter.grad` of every trained parameter is its gradient so far, clipping included.
+
+        In the parameter's dtype and on its device, or None where it has none. In-place edits, other tensors, None
+        (the parameter is not stepped) and gradients of parameters that had none are taken over when the block ends
+        without an error, and `parameter.grad` is None again. Elements that were not edited keep every fp32 bit. A
+        norm that was measured before is measured again; what was edited is not clipped again. Parameters that are
+        stepped in place have their gradient in `parameter.grad` anyway.
+
+        With several ranks, `parameter.grad` is this rank's own sum before clipping or measuring, and the mean over
+        all ranks from then on, as under DDP; the block is collective then, and all ranks must make the same edits.
+
+        Takes device memory for all gradients: the bytes of the trained weights (2 for each of a bf16 policy, 7.5 GiB
+        for 4 billion), and two copies of them over the bus.
+
+        Raises:
+            SettingsError: a backward, a clip or a step inside; gradients that differ between ranks at the end.
+        """
+        with self._team.reporting("lend gradients"):
+            self._collect_gradients()
+            with self._team.loan(self._separate_slots(), self._gradients).lent():
+                yield
 
     def _collect_gradients(self) -> None:
         self._build_slots()

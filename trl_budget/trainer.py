@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from trl_budget.checkpoints import load_optimizer_and_scheduler, without_optimiz
 from trl_budget.colocated import ColocatedTrainer
 from trl_budget.config import BudgetGRPOConfig, budget_setting
 from trl_budget.errors import SettingsError
+from trl_budget.heard_zero_grad import hear_zero_grad
 from trl_budget.host_adamw import HostAdamW
 from trl_budget.host_threads import num_host_cores
 from trl_budget.master_weights import capture_master_weights, fp32_checkpoint_weights
@@ -148,15 +149,18 @@ class BudgetGRPOTrainer(ColocatedTrainer):
     def _build_host_adamw(self) -> None:
         if not self._is_host_placement:
             return
+        self._host_adamw = self._make_host_adamw()
+        self._host_adamw.broadcast_untrained(self._policy)
+        hear_zero_grad(self._policy, self._host_adamw.zero_grad)
+
+    def _make_host_adamw(self) -> HostAdamW:
         self._capture_masters(self._policy)  # transformers did not move the model (place_model_on_device=False)
         if isinstance(self.optimizer, HostAdamW):
-            self._host_adamw = self.optimizer
-            self._host_adamw.follow_parameters()
-            self._check_world_size()
-            self._host_adamw.broadcast_untrained(self._policy)
-            return
+            self.optimizer.follow_parameters()
+            self._check_world_size(self.optimizer)
+            return self.optimizer
         # The state is built now, so that a refusal costs nothing; the groups are stock's, made when stock makes them.
-        self._host_adamw = HostAdamW(
+        return HostAdamW(
             [{"params": [parameter for parameter in self._policy.parameters() if parameter.requires_grad]}],
             **self._hyperparameters(),
             master_weights=self._master_weights,
@@ -164,13 +168,11 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             sharding=self._sharding,
             gradient_placement=self._gradient_placement.value,
         )
-        self._host_adamw.broadcast_untrained(self._policy)
 
-    def _check_world_size(self) -> None:
-        assert self._host_adamw is not None
-        if self._host_adamw.world_size != self.args.world_size:
+    def _check_world_size(self, optimizer: HostAdamW) -> None:
+        if optimizer.world_size != self.args.world_size:
             raise SettingsError(
-                f"optimizers= holds a HostAdamW that was built for {self._host_adamw.world_size} processes, and this "
+                f"optimizers= holds a HostAdamW that was built for {optimizer.world_size} processes, and this "
                 f"job has {self.args.world_size}. Each process would step its own gradients and the weights would "
                 "drift apart. Make the training arguments, which join the processes, before the optimizer; or leave "
                 "optimizers out."
@@ -239,6 +241,13 @@ class BudgetGRPOTrainer(ColocatedTrainer):
 
     # Training
 
+    def editable_gradients(self) -> AbstractContextManager[None]:
+        """For a callback between backward and step: inside, `parameter.grad` is what stock TRL would have there.
+
+        Edits are taken over, see `HostAdamW.editable_gradients`. Nothing happens where the optimizer is stock's.
+        """
+        return nullcontext() if self._host_adamw is None else self._host_adamw.editable_gradients()
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """As transformers 5.24; an aborted step's gradients are dropped and foreign writes adopted first."""
         if self._host_adamw is not None:
@@ -258,9 +267,22 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             return
         self._host_adamw.zero_grad()
         self._host_adamw.adopt_external_writes()
+        if self._host_adamw.gradients_leave:
+            self._warn_of_callbacks()
         # Left to Accelerate, the wrapper copies the whole state to the device and loads it back. `prepare`, since
         # `prepare_optimizer` does not mark the result as prepared and stock code would wrap it a second time.
         self.optimizer = self.accelerator.prepare(self.optimizer, device_placement=[False])
+
+    def _warn_of_callbacks(self) -> None:
+        named = upstream.callbacks_at_gradients(self.callback_handler.callbacks)
+        if named:
+            logger.warning(
+                "%s: `parameter.grad` is None there, since gradients leave for fp32 sums on the host. What reads or "
+                "edits it does nothing; model.zero_grad() drops the sums. Do it inside `with "
+                "trainer.editable_gradients():` in on_pre_optimizer_step or on_substep_end; after the step gradients "
+                "are gone.",
+                ", ".join(named),
+            )
 
     def _give_way_to(self, optimizer: str) -> None:
         """Frees the host state for an optimizer chosen after construction, where the weights are still stock's."""

@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import CodeType
@@ -65,6 +65,7 @@ _TORCH_SEAMS = (
     (torch.distributed.ProcessGroup, "_device_types"),
     (torch.distributed.distributed_c10d, "_get_default_group"),
 )
+GRADIENT_EVENTS = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 LM_HEAD_CHUNK_SIZE = "_CHUNKED_LOGPROB_CHUNK_SIZE"
 
 
@@ -198,6 +199,24 @@ def optim_name(args: Any) -> str:
 def unwrapped_optimizer(optimizer: Any) -> Any:
     """The optimizer inside Accelerate's wrapper, or the optimizer itself."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def callbacks_at_gradients(callbacks: Iterable[Any]) -> list[str]:
+    """The events between backward and the end of the step that callbacks other than the libraries' own listen to.
+
+    Returns:
+        "Mask.on_pre_optimizer_step", in the callbacks' order.
+    """
+    return [
+        f"{type(callback).__name__}.{event}"
+        for callback in callbacks
+        for event in GRADIENT_EVENTS
+        if _is_users(next((base for base in type(callback).__mro__ if event in vars(base)), object))
+    ]
+
+
+def _is_users(owner: type) -> bool:
+    return owner is not object and owner.__module__.split(".")[0] not in ("transformers", "trl", "trl_budget")
 
 
 def overrides_optimizer_class(trainer_class: type) -> bool:

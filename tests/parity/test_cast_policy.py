@@ -5,7 +5,9 @@ Only the placement facts are replaced; everything after them is the code that a 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -206,3 +208,115 @@ def test_gradients_that_leave_during_backward_train_as_gradients_that_leave_at_i
     assert comparable_log(streamed) == comparable_log(at_the_end)
     for name, master in masters(at_the_end).items():
         assert torch.equal(masters(streamed)[name], master), name
+
+
+# Gradients that user code touches
+
+PLACEMENTS = pytest.mark.parametrize("placement", ["device", "host"])
+ONE_STEP = {"max_steps": 1, "weight_decay": 0.0}
+MASKED = "model.layers.0.mlp.up_proj.weight"
+
+
+def trained_with(tmp_path: Path, callback: TrainerCallback, placement: str, **settings: Any) -> Any:
+    config = {"config_class": BudgetGRPOConfig, "gradient_placement": placement, **ONE_STEP, **settings}
+    kwargs = {"callbacks": [callback]}
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(), trainer_kwargs=kwargs, **config)
+    callback.trainer = trainer
+    trainer.train()
+    return trainer
+
+
+class Mask(TrainerCallback):
+    """Trains the lower half of a matrix only."""
+
+    trainer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self.trainer.editable_gradients():
+            kwargs["model"].get_parameter(MASKED).grad[:64] = 0
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
+def test_gradients_masked_before_the_step_are_not_stepped(
+    tmp_path: Path, placement: str, max_grad_norm: float
+) -> None:
+    trainer = trained_with(tmp_path, Mask(), placement, max_grad_norm=max_grad_norm)
+    plain = trained_with(tmp_path, TrainerCallback(), placement, max_grad_norm=max_grad_norm)
+    original = tiny_model().get_parameter(MASKED).detach()
+    for name, master in masters(plain).items():
+        expected = torch.cat([original[:64], master[64:]]) if name == MASKED else master
+        assert torch.equal(masters(trainer)[name], expected), name
+    assert not torch.equal(masters(plain)[MASKED][:64], original[:64])
+
+
+class DropTheStep(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].zero_grad()
+
+
+@PLACEMENTS
+def test_model_zero_grad_before_the_step_leaves_nothing_to_step(tmp_path: Path, placement: str) -> None:
+    trainer = trained_with(tmp_path, DropTheStep(), placement, max_steps=2)
+    original = dict(tiny_model().named_parameters())
+    assert all(torch.equal(master, original[name].detach()) for name, master in masters(trainer).items())
+    assert {entry["step"].item() for entry in trainer._host_adamw.state.values()} == {0.0}
+
+
+class DropTheFirstMicroBatch(TrainerCallback):
+    """Also keeps what each backward made, and what is stepped."""
+
+    trainer: Any = None
+
+    def __init__(self, set_to_none: bool = True) -> None:
+        self._set_to_none = set_to_none
+        self.made: dict[str, list[torch.Tensor]] = {}
+        self.stepped: dict[str, torch.Tensor] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, p in kwargs["model"].named_parameters():
+            self.made[name] = []
+            p.register_hook(lambda gradient, kept=self.made[name]: kept.append(gradient.clone()))
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].zero_grad(set_to_none=self._set_to_none)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stepped = {n: self.trainer._host_adamw.gradient(p).clone() for n, p in kwargs["model"].named_parameters()}
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_model_zero_grad_after_a_micro_batch_drops_its_gradients(
+    tmp_path: Path, placement: str, set_to_none: bool
+) -> None:
+    callback = DropTheFirstMicroBatch(set_to_none)
+    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "max_tokens_per_microbatch": None}
+    settings["padding_free"] = "stock"
+    trained_with(tmp_path, callback, placement, **settings)
+    assert callback.made.keys() == callback.stepped.keys()
+    for name, (first, second) in callback.made.items():
+        assert torch.equal(callback.stepped[name], second.float()), name
+        assert first.any()
+
+
+def test_callbacks_that_may_want_gradients_are_told_of_the_way_to_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained_with(tmp_path, Mask(), "auto")
+    [message] = [message for message in caplog.messages if "parameter.grad" in message]
+    assert "Mask.on_pre_optimizer_step" in message and "trainer.editable_gradients()" in message
+    caplog.clear()
+    trained_with(tmp_path, AtTheStart(), "auto")
+    assert not [message for message in caplog.messages if "parameter.grad" in message]
+
+
+def test_the_policy_is_a_plain_module_again_when_its_trainer_is_gone(tmp_path: Path) -> None:
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model())
+    policy = trainer.model
+    copied = copy.deepcopy(policy)
+    assert "zero_grad" in vars(policy)
+    del trainer
+    gc.collect()
+    assert "zero_grad" not in vars(policy)
+    copied.zero_grad()
