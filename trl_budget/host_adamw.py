@@ -27,6 +27,7 @@ from trl_budget.errors import NonFiniteGradientError, SettingsError
 from trl_budget.grad_offload import BackwardHooks, GradientAccumulator, GradientCollector
 from trl_budget.gradient_stream import GradientStream
 from trl_budget.host_threads import background_thread, step_threads
+from trl_budget.lent_masters import masters_of_present_weights
 from trl_budget.optimizer_state import (
     UNSERVED_FLAGS,
     check_arguments,
@@ -423,6 +424,17 @@ class HostAdamW(torch.optim.Optimizer):
             )
         self._refresh(changed)  # an element may have been widened by `model.float()`
         return adopted
+
+    @contextmanager
+    def masters_of_present_weights(self) -> Iterator[None]:
+        """As `adopt_external_writes`, for the length of the block: for a file written beside the weights as they are.
+
+        The masters are their own again afterwards, bit for bit, so weights that are put back are not adopted.
+        """
+        with self._team.reporting("lend masters"):
+            self.follow_parameters()
+        with masters_of_present_weights(self._separate_slots(), self._compute_weights, self._team):
+            yield
 
     @torch.no_grad()
     def set_master_weights(self, weights: Iterable[tuple[Parameter, Tensor]]) -> None:

@@ -327,9 +327,12 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self._read_fp32_weights(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As transformers 5.24; the masters saved are those of the weights saved beside them."""
-        self._adopt_external_writes()
-        super()._save_optimizer_and_scheduler(output_dir)
+        """As transformers 5.24; the masters saved are those of the weights saved beside them.
+
+        Weights that a callback has put in for the save, and puts back after it, cost the masters no bit.
+        """
+        with nullcontext() if self._host_adamw is None else self._host_adamw.masters_of_present_weights():
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As TRL 1.16; the host state is mapped from the file and copied into its slabs, not read twice."""

@@ -320,3 +320,64 @@ def test_the_policy_is_a_plain_module_again_when_its_trainer_is_gone(tmp_path: P
     gc.collect()
     assert "zero_grad" not in vars(policy)
     copied.zero_grad()
+
+
+class Average(TrainerCallback):
+    """Puts the mean of the trained and the initial weights in for every save and, unless it stays, takes it out."""
+
+    def __init__(self, stays: bool = False) -> None:
+        self._stays = stays
+        self._initial: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._initial = {name: p.detach().clone() for name, p in kwargs["model"].named_parameters()}
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            for name, p in kwargs["model"].named_parameters():
+                self._kept[name] = p.detach().clone()
+                p.copy_((p.float() + self._initial[name].float()) / 2)
+
+    @torch.no_grad()
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, p in kwargs["model"].named_parameters():
+            if not self._stays and name in self._kept:
+                p.copy_(self._kept[name])
+
+
+def saved_with(tmp_path: Path, *callbacks: TrainerCallback) -> Any:
+    settings = {**CHECKPOINTS, "max_steps": 3, "learning_rate": 1e-5, "trainer_kwargs": {"callbacks": [*callbacks]}}
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(), **settings)
+    trainer.train()
+    return trainer
+
+
+def test_an_average_swapped_in_for_a_save_costs_the_masters_no_bit(tmp_path: Path) -> None:
+    swapped, plain = saved_with(tmp_path / "swapped", Average()), saved_with(tmp_path / "plain")
+    for name, master in masters(plain).items():
+        assert torch.equal(masters(swapped)[name], master), name
+    weights = load_file(tmp_path / "swapped" / "checkpoint-2" / "model.safetensors")
+    others = load_file(tmp_path / "plain" / "checkpoint-2" / "model.safetensors")
+    assert any(not torch.equal(value, others[name]) for name, value in weights.items())
+    names = {p: name for name, p in swapped.model.named_parameters()}
+    ordered = [names[p] for group in swapped.optimizer.param_groups for p in group["params"]]
+    state = torch.load(tmp_path / "swapped" / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"]
+    for index, name in enumerate(ordered):
+        assert torch.equal(state[index]["master_weights"].to(torch.bfloat16), weights[name]), name
+
+
+def test_an_average_that_stays_after_a_save_is_trained_on(tmp_path: Path) -> None:
+    stayed, plain = saved_with(tmp_path / "stayed", Average(stays=True)), saved_with(tmp_path / "plain")
+    assert_compute_is_cast(stayed)
+    assert any(not torch.equal(masters(stayed)[name], master) for name, master in masters(plain).items())
+    resumed = make_trainer(
+        BudgetGRPOTrainer,
+        tmp_path,
+        model=tiny_model(seed=1),
+        **{**CHECKPOINTS, "max_steps": 3, "learning_rate": 1e-5},
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "stayed" / "checkpoint-2"))
+    assert all(torch.equal(masters(stayed)[name], master) for name, master in masters(resumed).items())

@@ -1,4 +1,4 @@
-"""What each rank runs in the tests of edited gradients."""
+"""What each rank runs in the tests of edited gradients and of weights swapped in for a save."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def edit_all(cases: Sequence[tuple[str, torch.dtype]]) -> dict[Any, Any]:
     results = {case: edit(*case) for case in cases}
     results["zeroed"] = zero_after_clipping()
     results["differ"] = differ()
+    results |= {("swapped", sharding): swap_for_a_save(sharding) for sharding in ("sharded", "replicated", "rank0")}
     return results
 
 
@@ -81,3 +82,23 @@ def differ() -> str:
     except SettingsError as error:
         return str(error)
     return ""
+
+
+def swap_for_a_save(sharding: str) -> dict[str, Any]:
+    """The masters before, during and after a save of other weights; what is adopted when these have gone again."""
+    optimizer, parameters = with_sums(sharding, torch.bfloat16)
+    optimizer.step()
+    trained = [p for p in parameters if p.requires_grad]
+    kept = bits(trained)
+    for parameter in trained:
+        parameter.data.fill_(0.25)
+
+    def masters() -> list[torch.Tensor]:
+        return [optimizer.state[p]["master_weights"].clone() for p in trained]
+
+    result: dict[str, Any] = {"before": masters()}
+    with optimizer.masters_of_present_weights():
+        result["during"] = masters()
+    for parameter, values in zip(trained, kept, strict=True):
+        parameter.data.copy_(values)
+    return {**result, "adopted": optimizer.adopt_external_writes(), "after": masters()}

@@ -84,3 +84,13 @@ def test_edits_that_differ_between_ranks_are_refused_on_all_of_them(ranks: list[
     for result in ranks:
         assert "differs between ranks 0 and 1" in result["differ"]
         assert "Make the same edits on every rank" in result["differ"]
+
+
+@pytest.mark.parametrize("sharding", ["sharded", "replicated", "rank0"])
+def test_weights_swapped_in_for_a_save_cost_the_masters_no_bit(ranks: list[dict[Any, Any]], sharding: str) -> None:
+    for result in ranks:
+        swapped = result["swapped", sharding]
+        assert all(values.to(torch.bfloat16).eq(0.25).all() for values in swapped["during"])
+        assert_same(swapped["after"], swapped["before"])
+        assert swapped["adopted"] == []
+        assert any(not torch.equal(v, v.to(torch.bfloat16).float()) for v in swapped["before"]), "low bits to lose"
