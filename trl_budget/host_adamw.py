@@ -425,6 +425,11 @@ class HostAdamW(torch.optim.Optimizer):
         self._refresh(changed)  # an element may have been widened by `model.float()`
         return adopted
 
+    def master_weights(self, parameter: Parameter) -> Tensor | None:
+        """The fp32 master of a parameter, host, to be read; None where it has no host state yet."""
+        slot = self._slots.get(parameter)
+        return slot.master_weights if slot is not None else None
+
     @contextmanager
     def masters_of_present_weights(self) -> Iterator[None]:
         """As `adopt_external_writes`, for the length of the block: for a file written beside the weights as they are.

@@ -54,6 +54,6 @@ def masters_of_present_weights(
 def _stashed(slot: ParameterSlot) -> Tensor:
     accumulator = slot.accumulator
     assert accumulator is not None
-    if slot.accumulator_is_filled:
+    if slot.accumulator_is_filled or slot.gradient is not None:  # the ranks' mean may stand in an empty one
         return slot.master_weights.clone()
     return accumulator.copy_(slot.master_weights)

@@ -24,6 +24,7 @@ from trl_budget.checkpoints import load_optimizer_and_scheduler, without_optimiz
 from trl_budget.colocated import ColocatedTrainer
 from trl_budget.config import BudgetGRPOConfig, budget_setting
 from trl_budget.errors import SettingsError
+from trl_budget.fp32_reference import Fp32Reference, give_back_fp32_values
 from trl_budget.heard_zero_grad import hear_zero_grad
 from trl_budget.host_adamw import HostAdamW
 from trl_budget.host_threads import num_host_cores
@@ -37,6 +38,7 @@ from trl_budget.placement import (
     resolve_optimizer_placement,
     with_departures,
 )
+from trl_budget.sync_reference import mix_reference_in_fp32
 from trl_budget.team import join_team
 from trl_budget.version import __version__
 
@@ -57,6 +59,7 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         UpstreamMovedError: the installed TRL, transformers or Accelerate is not one this library knows.
     """
 
+    _fp32_reference: Fp32Reference | None = None
     _tag_names = [*GRPOTrainer._tag_names, "trl-budget"]
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
@@ -97,6 +100,7 @@ class BudgetGRPOTrainer(ColocatedTrainer):
                 super().__init__(*bound.args[1:], **bound.kwargs)
             self._build_host_adamw()
         upstream_vllm.restore_generation(self, applies=self._starts_engine)
+        self._prepare_reference()
         self._start_engine()
         gradients_on_device = 0 if self._gradient_placement.value == "host" else 1
         self._passes = self._resolve_passes(copies_to_come=gradients_on_device if self._is_host_placement else 3)
@@ -169,6 +173,19 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             gradient_placement=self._gradient_placement.value,
         )
 
+    def _prepare_reference(self) -> None:
+        """Gives a reference that was loaded in bf16 beside fp32 masters the fp32 values that it needs."""
+        if self.ref_model is None or self._host_adamw is None:
+            return
+        if self._casts_policy:
+            give_back_fp32_values(self.ref_model, self._policy, self._host_adamw.master_weights)
+        if self.args.sync_ref_model and any(p.dtype != torch.float32 for p in self.ref_model.parameters()):
+            self._fp32_reference = Fp32Reference(self.ref_model, self._policy, self._master_of)
+            mix_reference_in_fp32(self.callback_handler, self._fp32_reference, lambda: self._host_adamw is not None)
+
+    def _master_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return None if self._host_adamw is None else self._host_adamw.master_weights(parameter)
+
     def _check_world_size(self, optimizer: HostAdamW) -> None:
         if optimizer.world_size != self.args.world_size:
             raise SettingsError(
@@ -232,6 +249,10 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             if adamw.world_size > 1:
                 owned = f"this rank steps {adamw.owned_bytes / 2**30:.2f} GiB of masters and moments"
                 rows.append(ResolvedSetting("optimizer_sharding", adamw.sharding, owned))
+            if self._fp32_reference is not None:
+                gib = self._fp32_reference.nbytes / 2**30
+                mixed = "mixed in fp32 on the host with the masters, then cast; computes in its own dtype"
+                rows.append(ResolvedSetting("sync_ref_model", f"{gib:.2f} GiB", mixed))
             rows.append(ResolvedSetting("host memory", f"{host_gib:.2f} GiB", f"{pinned_gib:.2f} GiB page-locked"))
         return rows
 

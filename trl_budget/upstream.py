@@ -25,6 +25,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, Trainer
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from trl_budget.errors import SettingsError, UpstreamMovedError
 from trl_budget.parameter_slots import SUPPORTED_DTYPES
@@ -56,6 +57,7 @@ SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (AttentionInterface, "register", ("key", "value")),
     (AttentionMaskInterface, "register", ("key", "value")),
     (Accelerator, "prepare_model", ("evaluation_mode",)),
+    (SyncRefModelCallback, "sync_target_model", ("model", "target_model", "alpha")),
 )
 _TORCH_SEAMS = (
     (torch._C, "_current_graph_task_id"),

@@ -93,6 +93,67 @@ def test_cast_lm_head_to_fp32_gets_the_fp32_values_back(tmp_path: Path) -> None:
     assert_compute_is_cast(trainer)
 
 
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_the_first_kl_is_zero_with_an_fp32_head(tmp_path: Path, is_tied: bool) -> None:
+    folder = save_tiny_model(tmp_path / "model", tie_word_embeddings=is_tied)
+    settings = {"beta": 0.1, "cast_lm_head_to_fp32": True, "max_steps": 2}
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=folder, **settings)
+    head, original = trainer.ref_model.lm_head.weight, load_file(Path(folder) / "model.safetensors")
+    assert head.dtype == torch.float32
+    assert torch.equal(head.detach(), original["model.embed_tokens.weight" if is_tied else "lm_head.weight"])
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == 0.0
+    assert trainer.state.log_history[1]["kl"] != 0.0
+
+
+SYNC = {"beta": 0.05, "sync_ref_model": True, "ref_model_mixup_alpha": 0.01, "ref_model_sync_steps": 1}
+
+
+class KeepMasters(TrainerCallback):
+    trainer: Any = None
+
+    def __init__(self) -> None:
+        self.history: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.history.append(masters(self.trainer))
+
+
+def test_a_reference_that_follows_by_small_shares_is_mixed_in_fp32(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    keep = KeepMasters()
+    kwargs = {"callbacks": [keep]}
+    trainer = make_trainer(BudgetGRPOTrainer, tmp_path, model=folder, trainer_kwargs=kwargs, max_steps=8, **SYNC)
+    keep.trainer = trainer
+    [row] = [row for row in trainer.resolved_settings if row.name == "sync_ref_model"]
+    assert row.value.endswith("GiB") and "mixed in fp32" in row.reason
+    expected = masters(trainer)
+    trainer.train()
+    for policy in keep.history:
+        for name, values in expected.items():
+            values.mul_(1.0 - SYNC["ref_model_mixup_alpha"]).add_(policy[name], alpha=SYNC["ref_model_mixup_alpha"])
+    assert len(keep.history) == 8
+    for name, p in trainer.ref_model.named_parameters():
+        assert p.dtype == torch.bfloat16
+        assert torch.equal(p.detach(), expected[name].to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("base", [GRPOTrainer, BudgetGRPOTrainer], ids=["stock", "ours"])
+def test_a_resumed_run_starts_with_the_reference_as_it_is_loaded(tmp_path: Path, base: type) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    settings = {**CHECKPOINTS, **SYNC}
+    make_trainer(base, tmp_path, model=folder, **{**settings, "max_steps": 2}).train()
+    settings |= {"max_steps": 3, "ref_model_sync_steps": 3, "save_strategy": "no"}
+    resumed = make_trainer(base, tmp_path, model=folder, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    ends = masters(resumed) if base is BudgetGRPOTrainer else dict(resumed.model.named_parameters())
+    loaded = dict(tiny_model().named_parameters())
+    for name, p in resumed.ref_model.named_parameters():
+        share = SYNC["ref_model_mixup_alpha"]
+        expected = loaded[name].detach().mul(1.0 - share).add_(ends[name].detach(), alpha=share)
+        assert torch.equal(p.detach(), expected.to(p.dtype)), name
+
+
 def test_resume_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     whole = make_trainer(BudgetGRPOTrainer, tmp_path, model=tiny_model(), **CHECKPOINTS)
     whole.train()
