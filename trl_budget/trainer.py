@@ -32,6 +32,7 @@ from trl_budget.master_weights import capture_master_weights, fp32_checkpoint_we
 from trl_budget.pinned import ParameterSlabs, host_slab_bytes
 from trl_budget.placement import (
     IMPLEMENTATION_OF_OPTIM,
+    NOTHING_TRAINED,
     ResolvedSetting,
     format_table,
     resolve_gradient_placement,
@@ -230,6 +231,10 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         parameters = [p for p in self._policy.parameters() if p.requires_grad]
         dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
         where = f"{dtypes} on {self.args.device}"
+        if not parameters:
+            reason = f"{NOTHING_TRAINED}: every step leaves the model as it is, as in stock TRL"
+            hint = "; load the adapter with is_trainable=True to train it" if self._facts.is_adapter else ""
+            return [ResolvedSetting("trained weights", "0 trained weights", f"{reason}{hint}")]
         if not self._is_host_placement:
             return [ResolvedSetting("trained weights", where, "as stock TRL")]
         if self._casts_policy:

@@ -190,6 +190,7 @@ def with_loaded_model(facts: PlacementFacts, model: nn.Module) -> PlacementFacts
         facts,
         is_split_over_devices=len(set(device_map.values())) > 1,
         unserved_parameter=unserved_parameter(model, allow_fp16=facts.casts_policy),
+        trains_nothing=trains_nothing(model),
     )
 
 
@@ -225,6 +226,11 @@ def overrides_optimizer_class(trainer_class: type) -> bool:
     """Whether a subclass chooses the optimizer's class itself."""
     chosen = getattr(trainer_class, "get_optimizer_cls_and_kwargs", None)
     return chosen is not Trainer.get_optimizer_cls_and_kwargs
+
+
+def trains_nothing(model: nn.Module) -> bool:
+    """Whether no weight requires a gradient: a frozen model, or an adapter loaded with `is_trainable=False`."""
+    return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def unserved_parameter(model: nn.Module, *, allow_fp16: bool) -> str | None:

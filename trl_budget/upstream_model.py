@@ -21,7 +21,7 @@ from trl_budget.long_context import LongContextFacts, longest_pass
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.trial_forward import forward_draws, packing_fault
-from trl_budget.upstream import parallelism
+from trl_budget.upstream import parallelism, trains_nothing
 
 _LOSS_METHODS = (
     *("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
@@ -233,6 +233,7 @@ def long_context_facts(trainer: Any, *, copies_to_come: int) -> LongContextFacts
         parallelism=parallelism(args, model),
         num_devices=max(1, args.n_gpu),
         is_split_over_devices=len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1,
+        trains_nothing=trains_nothing(model),
     )
 
 
