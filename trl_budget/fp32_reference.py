@@ -26,7 +26,10 @@ def exact_values(written: Tensor, fp32: Tensor | None) -> Tensor:
 
     Args:
         written: any floating dtype and device; read.
-        fp32: of the same shape, on the host; read, and returned where nothing differs from its cast.
+        fp32: of the same shape, on the host; read. None where there is none.
+
+    Returns:
+        fp32, host; `written` itself where it is just that and there is no `fp32`.
     """
     present = written.detach().to("cpu")
     if fp32 is None:
