@@ -12,7 +12,8 @@ import gc
 import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
@@ -25,6 +26,7 @@ from trl_budget.errors import NonFiniteGradientError, SettingsError
 from trl_budget.grad_offload import BackwardHooks, GradientAccumulator, GradientCollector
 from trl_budget.gradient_stream import GradientStream
 from trl_budget.host_threads import background_thread, step_threads
+from trl_budget.lent_masters import masters_of_present_weights
 from trl_budget.optimizer_state import (
     check_arguments,
     check_group,
@@ -53,10 +55,12 @@ class HostAdamW(torch.optim.Optimizer):
     """AdamW whose state and arithmetic live in host memory; the device keeps the compute weights only.
 
     `loss.backward(); optimizer.step()` is the whole protocol. To clip in between, call `optimizer.clip_grad_norm_`:
-    torch's `clip_grad_norm_` reads `parameter.grad`, which has left. When a backward ends, the gradients move to fp32
-    accumulators on the host and `parameter.grad` becomes None; `step()` runs AdamW on the fp32 masters and writes
-    `master_weights.to(parameter.dtype)` back, before it returns. A parameter that is fp32 and on the CPU is stepped in
-    place: no second copy, and its gradient stays in `parameter.grad`, as with torch's optimizer.
+    torch's `clip_grad_norm_` reads `parameter.grad`, which has left; `editable_gradients()` brings it back for a
+    while. `optimizer.zero_grad()` drops what has left, a module's own `zero_grad()` does not reach it. When a backward
+    ends, the gradients move to fp32 accumulators on the host and `parameter.grad` becomes None; `step()` runs AdamW on
+    the fp32 masters and writes `master_weights.to(parameter.dtype)` back, before it returns. A parameter that is fp32
+    and on the CPU is stepped in place: no second copy, and its gradient stays in `parameter.grad`, as with torch's
+    optimizer.
 
     `state[p]` holds `step` (fp32 scalar), `exp_avg`, `exp_avg_sq` and `master_weights` (fp32, host, `p`'s shape;
     page-locked when `p` is on CUDA). Entries may be deleted and tensors replaced, as with torch's optimizer: before
@@ -208,6 +212,11 @@ class HostAdamW(torch.optim.Optimizer):
 
     # Gradients
 
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether `parameter.grad` of any trained parameter is None after a backward."""
+        return bool(self._separate_slots())
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the running step, or sets them to zero, on the device and in the accumulators.
 
@@ -253,6 +262,30 @@ class HostAdamW(torch.optim.Optimizer):
             self._unfinished.check()
             self._collect_gradients()
             return self._gradients.clip(max_norm, [chosen] if isinstance(chosen, Tensor) else chosen)
+
+    @contextmanager
+    def editable_gradients(self) -> Iterator[None]:
+        """Inside, `parameter.grad` of every trained parameter is its gradient so far, clipping included.
+
+        In the parameter's dtype and on its device, or None where it has none. In-place edits, other tensors, None
+        (the parameter is not stepped) and gradients of parameters that had none are taken over when the block ends
+        without an error, and `parameter.grad` is None again. Elements that were not edited keep every fp32 bit. A
+        norm that was measured before is measured again; what was edited is not clipped again. Parameters that are
+        stepped in place have their gradient in `parameter.grad` anyway.
+
+        With several ranks, `parameter.grad` is this rank's own sum before clipping or measuring, and the mean over
+        all ranks from then on, as under DDP; the block is collective then, and all ranks must make the same edits.
+
+        Takes device memory for all gradients: the bytes of the trained weights (2 for each of a bf16 policy, 7.5 GiB
+        for 4 billion), and two copies of them over the bus.
+
+        Raises:
+            SettingsError: a backward, a clip or a step inside; gradients that differ between ranks at the end.
+        """
+        with self._team.reporting("lend gradients"):
+            self._collect_gradients()
+            with self._team.loan(self._separate_slots(), self._gradients).lent():
+                yield
 
     def _collect_gradients(self) -> None:
         self._build_slots()
@@ -416,6 +449,22 @@ class HostAdamW(torch.optim.Optimizer):
             )
         self._refresh(changed)  # an element may have been widened by `model.float()`
         return adopted
+
+    def master_weights(self, parameter: Parameter) -> Tensor | None:
+        """The fp32 master of a parameter, host, to be read; None where it has no host state yet."""
+        slot = self._slots.get(parameter)
+        return slot.master_weights if slot is not None else None
+
+    @contextmanager
+    def masters_of_present_weights(self) -> Iterator[None]:
+        """As `adopt_external_writes`, for the length of the block: for a file written beside the weights as they are.
+
+        The masters are their own again afterwards, bit for bit, so weights that are put back are not adopted.
+        """
+        with self._team.reporting("lend masters"):
+            self.follow_parameters()
+        with masters_of_present_weights(self._separate_slots(), self._compute_weights, self._team):
+            yield
 
     @torch.no_grad()
     def set_master_weights(self, weights: Iterable[tuple[Parameter, Tensor]]) -> None:

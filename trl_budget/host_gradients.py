@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trl_budget.errors import HostThreadError
+from trl_budget.errors import HostThreadError, SettingsError
 from trl_budget.grad_offload import GradientCollector, check_gradient
 from trl_budget.gradient_norm import is_finite, norm_of_norms, norms_of
 from trl_budget.host_threads import HostThreads, ThreadScratch
@@ -32,6 +32,9 @@ class HostGradients:
         slots: the optimizer's slots; a live view, slots may be added and dropped.
         collector: moves `parameter.grad` to the host.
         threads: measure the norm.
+
+    Attributes:
+        is_lent: whether `parameter.grad` shows what has left already; no backward, clip or step may run then.
     """
 
     def __init__(
@@ -40,11 +43,17 @@ class HostGradients:
         self._slots = slots
         self._threads = threads
         self.collector = collector
+        self.is_lent = False
         self._norm: Tensor | None = None
         self._scratch = ThreadScratch()
 
     def on_gradient(self, parameter: Tensor) -> None:
-        """Called by the hooks: a running backward has made `parameter.grad`."""
+        """Called by the hooks: a running backward has made `parameter.grad`.
+
+        Raises:
+            SettingsError: the gradients are lent.
+        """
+        self._refuse_if_lent()
         slot = self._slots.get(cast(Parameter, parameter))
         if slot is not None and not slot.is_in_place and parameter.grad is not None:
             check_gradient(slot)
@@ -56,10 +65,19 @@ class HostGradients:
 
         Raises:
             HostThreadError: summing failed; what has been summed is dropped.
+            SettingsError: the gradients are lent.
         """
+        self._refuse_if_lent()
         with self._forgetting_lost_sums():
             self._collect(self._slots.values())
             self.collector.wait()
+
+    def _refuse_if_lent(self) -> None:
+        if self.is_lent:
+            raise SettingsError(
+                "A backward, a clip or a step ran inside `editable_gradients()`. `parameter.grad` shows sums that are "
+                "on the host already there, and would be added to them a second time. End the `with` block first."
+            )
 
     def wait(self) -> None:
         """As `drain`, for what has left `parameter.grad` already."""
@@ -159,6 +177,15 @@ class HostGradients:
             if gradient is not None:
                 gradients[parameter] = gradient
         return gradients
+
+    def settle(self) -> None:
+        """Multiplies what is still to be clipped, so that `slot.gradient` is what a step would use."""
+        for slot in self._slots.values():
+            slot.scale_accumulator()
+
+    def forget_norm(self) -> None:
+        """The gradients have been edited: what was measured counts no more."""
+        self._norm = None
 
     def clipped(self, slot: ParameterSlot, block: Tensor) -> Tensor:
         """A flat block of the slot's gradient times its pending coefficient, valid until this thread's next call."""

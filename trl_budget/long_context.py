@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from trl_budget.activation_memory import MemoryLevers, ModelShape, tokens_that_fit
 from trl_budget.errors import SettingsError
-from trl_budget.placement import ResolvedSetting
+from trl_budget.placement import NOTHING_TRAINED, ResolvedSetting
 
 ACTIVATION_OFFLOAD = ("auto", "on", "off")
 AUTO_TILE_TOKENS = (8192, 4096, 2048)  # 1.3 to 0.3 GiB for a 4B layer; the host launches each tile's kernels anew
@@ -56,6 +56,7 @@ class LongContextFacts:
         parallelism: FSDP, DeepSpeed or the like, or None.
         num_devices: devices that one process spreads a batch over.
         is_split_over_devices: whether a device map spreads the model.
+        trains_nothing: whether no weight of the policy requires a gradient.
         trial_fault: what a trial run of layers as nodes of their own found wrong.
         tiling_fault: what a trial run of layers in tiles found wrong.
     """
@@ -75,6 +76,7 @@ class LongContextFacts:
     parallelism: str | None = None
     num_devices: int = 1
     is_split_over_devices: bool = False
+    trains_nothing: bool = False
     trial_fault: str | None = None
     tiling_fault: str | None = None
 
@@ -100,6 +102,7 @@ class _Obstacle:
 
 
 _OBSTACLES = (
+    _Obstacle(lambda f: f.trains_nothing, lambda f: f"{NOTHING_TRAINED}, so there is no backward to keep inputs for"),
     _Obstacle(
         lambda f: not f.gradient_checkpointing,
         lambda f: "gradient_checkpointing=False keeps every activation of every layer, not its input alone",

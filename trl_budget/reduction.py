@@ -69,7 +69,7 @@ class SharedGradients(HostGradients):
         super().drain()
 
     def _refuse_late_gradients(self) -> None:
-        if not self._is_reduced:
+        if not self._is_reduced or self.is_lent:  # lent ones are refused by what follows, for a reason of their own
             return
         late = [slot.name for slot in self._slots.values() if slot.parameter.grad is not None]
         if late:
@@ -104,6 +104,24 @@ class SharedGradients(HostGradients):
                 continue
             self._ranks.sum_over_nodes(slot.reduced.view(-1))
             slot.reduced.div_(self._ranks.world_size)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `slot.gradient` is the mean over all ranks, the same on every rank at the same call."""
+        return self._is_reduced
+
+    def settle(self) -> None:
+        """As one process, in the one copy that all ranks read; collective then."""
+        if not self._is_reduced:
+            super().settle()
+            return
+        self._of(self._slots)
+        self._ranks.exchange("settle clipping")
+
+    def forget_norm(self) -> None:
+        """The gradients have been edited: what was measured counts no more."""
+        self._sums.row_norms.clear()
+        super().forget_norm()
 
     def of(self, slot: ParameterSlot) -> Tensor | None:
         """The slot's gradient, clipping included. A copy where other ranks may be reading it."""

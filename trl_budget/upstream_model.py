@@ -24,7 +24,7 @@ from trl_budget.padding_trial import PaddedColumns, PaddingTrial, try_padding
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.trial_forward import forward_draws
-from trl_budget.upstream import parallelism
+from trl_budget.upstream import parallelism, trains_nothing
 from trl_budget.upstream_attention import (
     asks_for_attention,
     own_attention,
@@ -256,6 +256,7 @@ def long_context_facts(trainer: Any, *, copies_to_come: int) -> LongContextFacts
         parallelism=parallelism(args, model),
         num_devices=max(1, args.n_gpu),
         is_split_over_devices=len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1,
+        trains_nothing=trains_nothing(model),
     )
 
 

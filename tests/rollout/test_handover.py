@@ -135,6 +135,22 @@ def test_reference_and_reward_models_are_there_only_while_they_score(folder: str
     assert {residents for _, residents in events(trainer)} == {""}
 
 
+def test_a_parked_bf16_reference_follows_the_policy_by_small_shares(folder: str, tmp_path: Path) -> None:
+    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.01}
+    ends = {}
+    for name, way in {"parked": COPYING, "present": NEITHER}.items():
+        trainer = train(folder, tmp_path, model_init_kwargs={"dtype": "bfloat16"}, **settings, **way)
+        parked = trainer._parked.get(trainer.ref_model)
+        assert (parked is not None and parked.is_parked) == (name == "parked")
+        values = dict(trainer.ref_model.named_parameters() if parked is None else parked.host_tensors())
+        assert {value.dtype for value in values.values()} == {torch.bfloat16}
+        ends[name] = {key: value.detach().clone() for key, value in values.items()}
+        assert trainer._fp32_reference.nbytes == 4 * sum(value.numel() for value in values.values())
+    start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).named_parameters())
+    assert any(not torch.equal(value, start[key]) for key, value in ends["parked"].items())
+    assert max_difference(ends["parked"], ends["present"]) == 0.0
+
+
 @pytest.mark.parametrize("placement", ["host", "device"])
 def test_the_first_step_is_printed_phase_by_phase(
     placement: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
