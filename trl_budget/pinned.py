@@ -14,24 +14,19 @@ import os
 import resource
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from trl_budget.cgroups import memory_headroom
 from trl_budget.errors import HostMemoryError
 
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 2 * 2**30
 OVERCOMMIT_VARIABLE = "TRL_BUDGET_ALLOW_OVERCOMMIT"
-# Folder, limit, use and the name of the reclaimable file cache, of cgroup versions 2 and 1.
-_CGROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
 ALIGNMENT_ELEMENTS = 64  # 256 bytes of fp32: every view starts on a cache line and on a vector boundary
 
 _live_slabs: weakref.WeakSet[HostSlab] = weakref.WeakSet()
@@ -171,29 +166,9 @@ def check_host_memory(nbytes: int, purpose: str, *, available: int | None = None
 
 
 def available_host_memory() -> int:
-    """Bytes that can still be allocated: free memory, or what the container's limit leaves if that is less."""
-    left = [container_headroom(*cgroup) for cgroup in _CGROUPS]
-    return min([psutil.virtual_memory().available, *(nbytes for nbytes in left if nbytes is not None)])
-
-
-def container_headroom(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
-    """Bytes that a container's limit leaves; None without a limit.
-
-    The file cache, a checkpoint just read for one, is charged to the container but given back under pressure.
-
-    Args:
-        folder: the cgroup's folder.
-        limit: name of the file that holds the limit in bytes, or a word.
-        used: name of the file that holds the bytes charged.
-        reclaimable: key in `memory.stat` of the inactive file cache, in bytes.
-    """
-    if not all((folder / name).exists() for name in (limit, used, "memory.stat")):
-        return None
-    if not (text := (folder / limit).read_text().strip()).isdigit():
-        return None
-    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    charged = int((folder / used).read_text()) - int(statistics.get(reclaimable, 0))
-    return max(0, int(text) - charged)
+    """Bytes that can still be allocated: free memory, or what the limits on this process leave if that is less."""
+    free, left = psutil.virtual_memory().available, memory_headroom()
+    return free if left is None else min(free, left)
 
 
 def host_slab_bytes(*, pinned_only: bool = False) -> int:
