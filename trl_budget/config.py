@@ -28,6 +28,7 @@ from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
 from trl_budget.rollout_policy import PARK_POLICY, SHARE_WEIGHTS, VERIFY_SYNC, check_choice
 from trl_budget.row_layout import PADDING_FREE, check_lm_head_chunk_size, check_max_tokens, check_padding_free
 from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding
+from trl_budget.whole_numbers import number_or_word
 
 
 @dataclass
@@ -189,7 +190,7 @@ class BudgetGRPOConfig(GRPOConfig):
             "choices": list(VERIFY_SYNC),
         },
     )
-    lm_head_chunk_size: int | None = field(
+    lm_head_chunk_size: int | str | None = field(
         default=None,
         metadata={
             "help": "How many vocabulary entries TRL's fused LM head takes at a time: a tile of logits holds 4096 "
@@ -207,16 +208,12 @@ class BudgetGRPOConfig(GRPOConfig):
         super().__post_init__()
         check_optimizer_placement(self.optimizer_placement)
         check_gradient_placement(self.gradient_placement)
-        budget = self.max_tokens_per_microbatch
-        if isinstance(budget, str) and budget.isdecimal():
-            self.max_tokens_per_microbatch = int(budget)
-        elif isinstance(budget, str) and budget.lower() == "none":
-            self.max_tokens_per_microbatch = None
+        self.max_tokens_per_microbatch = number_or_word(self.max_tokens_per_microbatch)
         check_max_tokens(self.max_tokens_per_microbatch)
         check_activation_offload(self.activation_offload)
-        self.tiled_mlp = tile = _number_or_word(self.tiled_mlp)
+        self.tiled_mlp = tile = _number_or_off(self.tiled_mlp)
         check_tiled_mlp(tile)
-        self.attention_head_groups = groups = _number_or_word(self.attention_head_groups)
+        self.attention_head_groups = groups = _number_or_off(self.attention_head_groups)
         check_attention_head_groups(groups)
         check_padding_free(self.padding_free)
         check_reuse(self.reuse_old_logprobs)
@@ -224,19 +221,16 @@ class BudgetGRPOConfig(GRPOConfig):
         check_choice("park_policy_during_rollout", self.park_policy_during_rollout, PARK_POLICY)
         check_choice("share_vllm_weights", self.share_vllm_weights, SHARE_WEIGHTS)
         check_choice("verify_weight_sync", self.verify_weight_sync, VERIFY_SYNC)
+        self.lm_head_chunk_size = number_or_word(self.lm_head_chunk_size)
         check_lm_head_chunk_size(self.lm_head_chunk_size)
         if self.device_memory_budget is not None:
             parse_bytes(self.device_memory_budget)
 
 
-def _number_or_word(value: int | str | None) -> int | str:
-    """The value of a field that takes a number or a word: argparse hands both over as strings.
-
-    None stands for "off". Without None in a field's type `HfArgumentParser` would take numbers only.
-    """
-    if value is None:
-        return "off"
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+def _number_or_off(value: int | str | None) -> int | str:
+    """A number or a word; None, without which `HfArgumentParser` would take numbers only, stands for "off"."""
+    value = number_or_word(value)
+    return "off" if value is None else value
 
 
 def budget_setting(args: GRPOConfig, name: str) -> Any:
