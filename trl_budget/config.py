@@ -90,7 +90,8 @@ class BudgetGRPOConfig(GRPOConfig):
             length of the rows; twice that under `cast_lm_head_to_fp32`. The fp32 gradients of its hidden states (4
             bytes per token and hidden unit) and of its weights (4 bytes each, where trained) stay. Log-probs and
             gradients change by the rounding of fp32 sums over the tiles. None: TRL's own.
-        device_memory_budget: train as if the card had this much memory, vLLM included: "16GiB" or bytes.
+        device_memory_budget: train as if the card had this much memory, vLLM included: "16GiB", which "16G" means
+            too, "16GB" in powers of 1000, or a number of bytes; a small number without a unit is refused.
             `vllm_gpu_memory_utilization` is then a share of it. None: the whole card. No effect without CUDA.
     """
 
