@@ -12,6 +12,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from trl_budget.device_memory import parse_bytes
+from trl_budget.field_names import names_unknown_fields
 from trl_budget.long_context import (
     ACTIVATION_OFFLOAD,
     check_activation_offload,
@@ -31,9 +32,13 @@ from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding
 from trl_budget.whole_numbers import number_or_word
 
 
+@names_unknown_fields
 @dataclass
 class BudgetGRPOConfig(GRPOConfig):
     """Configuration of `BudgetGRPOTrainer`. Every field of `GRPOConfig` keeps its meaning.
+
+    A name that is no field raises `UnknownFieldError`, which says what was meant; a value that cannot work raises
+    `SettingsError`. A field that takes a number takes what Python reads as a whole number, as a string too.
 
     Args:
         optimizer_placement: where AdamW's fp32 master weights and moments live and are stepped. "host": on the CPU,
