@@ -12,6 +12,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from trl_budget.device_memory import parse_bytes
+from trl_budget.errors import SettingsError
 from trl_budget.field_names import names_unknown_fields
 from trl_budget.long_context import (
     ACTIVATION_OFFLOAD,
@@ -95,6 +96,10 @@ class BudgetGRPOConfig(GRPOConfig):
             length of the rows; twice that under `cast_lm_head_to_fp32`. The fp32 gradients of its hidden states (4
             bytes per token and hidden unit) and of its weights (4 bytes each, where trained) stay. Log-probs and
             gradients change by the rounding of fp32 sums over the tiles. None: TRL's own.
+        pin_host_memory: whether the host memory of masters, moments, gradient staging, offloaded activations and
+            parked weights is page-locked. False: it stays pageable, for machines that page-lock little of it (WSL2,
+            some containers, `ulimit -l`). Copies are then slower and hold up the host; how much is measured when the
+            trainer is built and printed. The numbers are the same. No effect without CUDA.
         device_memory_budget: train as if the card had this much memory, vLLM included: "16GiB", which "16G" means
             too, "16GB" in powers of 1000, or a number of bytes; a small number without a unit is refused.
             `vllm_gpu_memory_utilization` is then a share of it. None: the whole card. No effect without CUDA.
@@ -203,6 +208,13 @@ class BudgetGRPOConfig(GRPOConfig):
             "tokens times this many, 2 bytes each. None: TRL's own 32768, 256 MiB."
         },
     )
+    pin_host_memory: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether host memory that is copied to or from the GPU is page-locked. False: it stays pageable, "
+            "for machines that page-lock little of it (WSL2, some containers); copies are slower."
+        },
+    )
     device_memory_budget: str | None = field(
         default=None,
         metadata={
@@ -229,6 +241,7 @@ class BudgetGRPOConfig(GRPOConfig):
         check_choice("verify_weight_sync", self.verify_weight_sync, VERIFY_SYNC)
         self.lm_head_chunk_size = number_or_word(self.lm_head_chunk_size)
         check_lm_head_chunk_size(self.lm_head_chunk_size)
+        _check_pin_host_memory(self.pin_host_memory)
         if self.device_memory_budget is not None:
             parse_bytes(self.device_memory_budget)
 
@@ -237,6 +250,14 @@ def _number_or_off(value: int | str | None) -> int | str:
     """A number or a word; None, without which `HfArgumentParser` would take numbers only, stands for "off"."""
     value = number_or_word(value)
     return "off" if value is None else value
+
+
+def _check_pin_host_memory(requested: object) -> None:
+    if not isinstance(requested, bool):
+        raise SettingsError(
+            f"pin_host_memory={requested!r} is neither True nor False. Host memory is page-locked or it is not. "
+            "Set pin_host_memory to True, or to False where the machine refuses to page-lock it."
+        )
 
 
 def budget_setting(args: GRPOConfig, name: str) -> Any:

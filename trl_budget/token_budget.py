@@ -24,6 +24,7 @@ from trl_budget.errors import SettingsError
 from trl_budget.layer_passes import LayerPasses, plan_layers
 from trl_budget.micro_batch import RowsModel
 from trl_budget.packing import PassCost
+from trl_budget.page_locking import locks_pages
 from trl_budget.passes import MicroBatch, Outputs, PassSettings, WindowPasses, score_in_passes
 from trl_budget.placement import ResolvedSetting
 from trl_budget.reuse import failed_preconditions, resolve_reuse
@@ -78,7 +79,7 @@ class TokenBudgetTrainer(GRPOTrainer):
                 gather_object([upstream.available_tokens(self, shape, plan.levers, copies_to_come=copies_to_come)])
             ),
         )
-        self._layer_passes = LayerPasses(plan.levers, shape, self.args.device, max_tokens)
+        self._layer_passes = LayerPasses(plan.levers, shape, self.args.device, max_tokens, pin=locks_pages(self.args))
         self._layout = layout.value
         self._pass_settings = None
         if max_tokens is not None:
