@@ -34,6 +34,7 @@ from trl_budget.device_memory import (
 )
 from trl_budget.engine_preflight import EngineNeed, check_allocator_settings, check_engine_fits
 from trl_budget.errors import DeviceMemoryError, SettingsError, WeightSyncError
+from trl_budget.page_locking import locks_pages
 from trl_budget.parking import ParkedWeights
 from trl_budget.placement import ResolvedSetting
 from trl_budget.rank_checks import RankChecks
@@ -171,12 +172,15 @@ class ColocatedTrainer(CheckedTrainer):
             POLICY,
             keeps=lambda tensor: not isinstance(tensor, nn.Parameter) or (has_ddp and tensor.requires_grad),
             device_type=self.args.device.type,
+            pin=locks_pages(self.args),
         )
         scoring: dict[str, Any] = {"reference": self.ref_model}
         scoring |= {f"reward model {index}": reward_func for index, reward_func in enumerate(self.reward_funcs)}
         for name, model in scoring.items():
             if isinstance(model, nn.Module):
-                self._parked[model] = ParkedWeights(model, name, device_type=self.args.device.type)
+                self._parked[model] = ParkedWeights(
+                    model, name, device_type=self.args.device.type, pin=locks_pages(self.args)
+                )
         resident = {phase: frozenset({POLICY} if phase in POLICY_PHASES else ()) for phase in Phase}
         return Card([self._parked_policy, *self._parked.values()], resident, self._memory_budget, self._checks.report)
 

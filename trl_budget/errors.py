@@ -8,6 +8,10 @@ class SettingsError(ValueError):
     """A setting, or a combination of settings, that cannot work."""
 
 
+class UnknownFieldError(SettingsError, TypeError):
+    """A field that the configuration does not have; a `TypeError` too, as for any unknown keyword."""
+
+
 class HostMemoryError(RuntimeError):
     """The machine refused host memory, or refused to page-lock it."""
 

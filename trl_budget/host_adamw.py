@@ -85,7 +85,8 @@ class HostAdamW(torch.optim.Optimizer):
         master_weights: fp32 host tensors to keep as masters, of parameters that have been cast already; each such
             parameter is overwritten with their cast. Parameters that are missing get `p.float()`.
         parameter_names: names used in errors and warnings; `param_names` of the groups are used otherwise.
-        pin_memory: page-lock the state of CUDA parameters. False costs transfer speed and exists to measure it.
+        pin_memory: page-lock the state of CUDA parameters and the staging of their gradients. False costs transfer
+            speed, for machines that page-lock little memory (WSL2, some containers). Kept as `pin_memory`.
         sharding: with several ranks, which ranks of a node keep and step the optimizer, see `BudgetGRPOConfig`.
         gradient_placement: "device": gradients stay in `parameter.grad` until their backward ends, then move. "host":
             each leaves as soon as backward has made it, and is summed while backward goes on. "auto": host if a
@@ -116,6 +117,7 @@ class HostAdamW(torch.optim.Optimizer):
         check_arguments(implementation)
         check_gradient_placement(gradient_placement)
         self.implementation = implementation
+        self.pin_memory = pin_memory
         self.num_consecutive_skipped_steps = 0
         self._given_masters = master_weights
         self._names = dict(parameter_names or {})

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from trl_budget.activation_memory import MemoryLevers, ModelShape, tokens_that_fit
 from trl_budget.errors import SettingsError
 from trl_budget.placement import NOTHING_TRAINED, ResolvedSetting
+from trl_budget.whole_numbers import refuse_other_spellings
 
 ACTIVATION_OFFLOAD = ("auto", "on", "off")
 AUTO_TILE_TOKENS = (8192, 4096, 2048)  # 1.3 to 0.3 GiB for a 4B layer; the host launches each tile's kernels anew
@@ -162,6 +163,7 @@ def check_tiled_mlp(requested: int | str) -> None:
     Raises:
         SettingsError: names the value.
     """
+    refuse_other_spellings(TILES, requested)
     if not _is_choice_or_number(requested):
         raise SettingsError(
             f"tiled_mlp={requested!r} is not a tile. A tile of the sequence holds at least one token. Set tiled_mlp "
@@ -175,6 +177,7 @@ def check_attention_head_groups(requested: int | str) -> None:
     Raises:
         SettingsError: names the value.
     """
+    refuse_other_spellings(GROUPS, requested)
     if not _is_choice_or_number(requested):
         raise SettingsError(
             f"attention_head_groups={requested!r} is not a number of groups. Key/value heads are split into at least "

@@ -29,6 +29,7 @@ from trl_budget.heard_zero_grad import hear_zero_grad
 from trl_budget.host_adamw import HostAdamW
 from trl_budget.host_threads import num_host_cores
 from trl_budget.master_weights import capture_master_weights, fp32_checkpoint_weights
+from trl_budget.page_locking import check_given_optimizer, locks_pages, page_locking_rows
 from trl_budget.pinned import ParameterSlabs, host_slab_bytes
 from trl_budget.placement import (
     IMPLEMENTATION_OF_OPTIM,
@@ -88,6 +89,8 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self._placement = resolve_optimizer_placement(self._requested_placement, self._facts)
         self._sharding = budget_setting(training_args, "optimizer_sharding")
         self._given_gradients = optimizer.gradient_placement if isinstance(optimizer, HostAdamW) else None
+        if isinstance(optimizer, HostAdamW):
+            check_given_optimizer(training_args, optimizer.pin_memory)
         self._requested_gradients = budget_setting(training_args, "gradient_placement")
         self._resolve_gradients()
         self._master_weights: ParameterSlabs | None = None
@@ -100,6 +103,7 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             with upstream_vllm.without_engine(training_args, applies=self._starts_engine):
                 super().__init__(*bound.args[1:], **bound.kwargs)
             self._build_host_adamw()
+        self._page_locking = page_locking_rows(training_args)
         upstream_vllm.restore_generation(self, applies=self._starts_engine)
         self._prepare_reference()
         self._start_engine()
@@ -146,7 +150,7 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self._resolve_gradients()
         if self._casts_policy:
             self._master_weights = capture_master_weights(
-                model, pin=self.args.device.type == "cuda", team=join_team(self._sharding)
+                model, pin=locks_pages(self.args), team=join_team(self._sharding)
             )
             # The reference is loaded later, with these: a reference of another dtype would make the first KL non-zero.
             vars(self.args)["model_init_kwargs"] = {**_init_kwargs(self.args), "dtype": "bfloat16"}
@@ -170,6 +174,7 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             **self._hyperparameters(),
             master_weights=self._master_weights,
             parameter_names={parameter: name for name, parameter in self._policy.named_parameters()},
+            pin_memory=budget_setting(self.args, "pin_host_memory"),
             sharding=self._sharding,
             gradient_placement=self._gradient_placement.value,
         )
@@ -225,7 +230,14 @@ class BudgetGRPOTrainer(ColocatedTrainer):
     def _all_settings(self) -> list[ResolvedSetting]:
         num_departures = self.args.gradient_accumulation_steps if self._pass_settings is None else 1
         gradients = with_departures(self._gradient_placement, self._placement, self._facts.device_type, num_departures)
-        return [self._placement, gradients, *self._describe(), *self._passes, *self._rollout_settings()]
+        return [
+            self._placement,
+            gradients,
+            *self._describe(),
+            *self._page_locking,
+            *self._passes,
+            *self._rollout_settings(),
+        ]
 
     def _describe(self) -> list[ResolvedSetting]:
         parameters = [p for p in self._policy.parameters() if p.requires_grad]

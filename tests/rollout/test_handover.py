@@ -22,6 +22,7 @@ from trl import GRPOConfig
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 from trl_budget.card import Card
 from trl_budget.errors import DeviceMemoryError, ParkedError, SettingsError, StalePolicyError, WeightSyncError
+from trl_budget.page_locking import CopySpeed
 from trl_budget.residency import Phase
 from trl_budget.rollout import ColocatedGeneration
 
@@ -101,6 +102,26 @@ def test_in_copy_mode_nothing_of_the_trainer_is_on_the_card_while_the_engine_is_
     rollout = ["wake weights", "load", "reset", "wake kv_cache", "generate", "sleep"]
     assert events(trainer) == [(event, "") for event in ["start", "sleep", *rollout, *rollout]]
     assert trainer.residents() == "policy"
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_parked_weights_are_page_locked_as_the_field_says(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: bool
+) -> None:
+    monkeypatch.setattr("trl_budget.page_locking._DEVICES_BEHIND_A_BUS", ("cpu",))
+    monkeypatch.setattr("trl_budget.page_locking.copy_speed", lambda device, slab: CopySpeed(1.0, 1.0))
+    asked: list[int] = []
+    monkeypatch.setattr("trl_budget.pinned._cuda_host_register", lambda address, nbytes: asked.append(nbytes) or 0)
+    monkeypatch.setattr("trl_budget.pinned._cuda_host_unregister", lambda address: None)
+    trainer = build(folder, tmp_path, beta=0.1, pin_host_memory=pins, **COPYING)
+    parked = [trainer._parked_policy, *trainer._parked.values()]
+    asked.clear()
+    for owner in parked:
+        owner.unpark()
+        owner.release_host_copy()
+        owner.park()
+    assert [owner.name for owner in parked] == ["policy", "reference"]
+    assert asked == ([owner.host_bytes for owner in parked] if pins else [])
 
 
 def test_in_share_mode_nothing_is_loaded_and_the_weights_never_leave(folder: str, tmp_path: Path) -> None:
