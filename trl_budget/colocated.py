@@ -88,7 +88,7 @@ class ColocatedTrainer(CheckedTrainer):
                 parse_bytes(budget), args.device, unmapped_bytes=upstream_vllm.sleeping_bytes
             )
         if self._starts_engine or self._memory_budget is not None:
-            self._begin_checks(RankChecks(current_ranks()))
+            self._begin_checks(RankChecks(current_ranks()), has_adapters=is_adapter)
         if self._rollout_plan.sleeps:
             check_allocator_settings(os.environ)
         if self._starts_engine:
