@@ -81,6 +81,39 @@ def check_ties(policy: nn.Module) -> None:
             raise _tie_refusal(first, name, changes=(first_change, change))
 
 
+def check_stock_sync(policy: nn.Module) -> None:
+    """Refuses adapters whose weights TRL 1.16 would send under other names, for engines that TRL synchronises.
+
+    TRL knows LoRA's layers and the copies of `modules_to_save` of an adapter named "default".
+
+    Args:
+        policy: with or without adapters. Only read.
+
+    Raises:
+        SettingsError: names the first weight.
+    """
+    if not isinstance(policy, PeftModel) or not isinstance(policy.base_model, BaseTuner):
+        return
+    unserved = unserved_names(policy)
+    for name, _ in policy.named_parameters():
+        is_skipped = policy.base_model.prefix in name or "original_module" in name
+        sent = (
+            name.removeprefix("base_model.model.").replace(".base_layer", "").replace("modules_to_save.default.", "")
+        )
+        if is_skipped and name not in unserved:
+            raise _sync_refusal(f"is not sent, though it stands for {plain_name(name)}", name)
+        if not is_skipped and (name in unserved or sent != plain_name(name)):
+            raise _sync_refusal(f"is sent as {sent}, which is no weight of the policy", name)
+
+
+def _sync_refusal(what: str, name: str) -> SettingsError:
+    return SettingsError(
+        f"In TRL's weight sync {name} {what}. A server, and an engine over several ranks, are synchronised by TRL, "
+        "which knows one adapter named 'default' and no trained tokens. Leave trainable_token_indices and other "
+        "adapters out, or set vllm_mode='colocate' with vllm_tensor_parallel_size=1, or use_vllm=False."
+    )
+
+
 def _change(
     policy: PeftModel, name: str, modules: dict[str, nn.Module], copies: dict[str, str | None]
 ) -> frozenset[int]:

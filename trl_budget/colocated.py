@@ -21,7 +21,7 @@ from trl import GRPOConfig
 from trl.extras.profiling import profiling_context
 
 from trl_budget import upstream_vllm
-from trl_budget.adapter_weights import check_adapters, check_ties, merged_weights
+from trl_budget.adapter_weights import check_adapters, check_stock_sync, check_ties, merged_weights
 from trl_budget.card import Card
 from trl_budget.checked_rollouts import CheckedTrainer
 from trl_budget.config import budget_setting
@@ -135,6 +135,8 @@ class ColocatedTrainer(CheckedTrainer):
         self._rollout_plan = self._resolve_rollouts(self.args)
         if self.args.use_vllm:  # a server, too, holds one tensor for a tie
             check_ties(policy)
+            if not self._starts_engine:
+                check_stock_sync(policy)
         self._card = self._build_card(policy)
         self._weight_sync = WeightSync(policy, budget_setting(self.args, "verify_weight_sync"))
         if self.ref_model in self._parked:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_budget.adapter_weights import check_adapters, merged_weights
+from trl_budget.adapter_weights import check_adapters, check_stock_sync, merged_weights
 from trl_budget.errors import ParkedError, SettingsError, WeightSyncError
 from trl_budget.parking import ParkedWeights
 from trl_budget.weight_sync import WeightSync
@@ -406,6 +406,38 @@ def test_without_an_active_copy_the_original_is_served() -> None:
     got = values(policy)
     assert list(got) == list(dict(tiny_model(tie_word_embeddings=False).named_parameters()))
     assert torch.equal(got["model.norm.weight"], wrapper.original_module.weight)
+
+
+@KINDS
+def test_what_trl_syncs_rightly_is_left_to_it(kind: str) -> None:
+    check_stock_sync(adapted(kind))
+
+
+UNKNOWN_TO_TRL: dict[str, tuple[Callable[[], Any], str]] = {
+    "trained tokens": (TOKENS["beside lora"], r"embed_tokens\.token_adapter\.weight, which is no weight"),
+    "an adapter of another name": (ADAPTERS["saved modules"], r"norm\.modules_to_save\.mine\.weight, which is no"),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN_TO_TRL)
+def test_what_trl_sends_under_another_name_is_refused_where_trl_syncs(kind: str) -> None:
+    config, message = UNKNOWN_TO_TRL[kind]
+    policy = get_peft_model(tiny_model(tie_word_embeddings=False), config(), adapter_name="mine")
+    with pytest.raises(SettingsError, match=message):
+        check_stock_sync(policy)
+    assert not set(stock_values(policy)) <= set(values(policy)), "TRL has learned the name"
+
+
+def test_the_copy_of_another_adapter_and_an_original_that_trl_leaves_out_are_refused_where_trl_syncs() -> None:
+    policy = get_peft_model(tiny_model(tie_word_embeddings=False), ADAPTERS["saved modules"]())
+    policy.add_adapter("ref", ADAPTERS["saved modules"]())
+    with pytest.raises(SettingsError, match=r"modules_to_save\.ref"):
+        check_stock_sync(policy)
+    policy.delete_adapter("ref")
+    policy.add_adapter("plain", LoraConfig(**Q_PROJ))
+    policy.set_adapter("plain")
+    with pytest.raises(SettingsError, match=r"norm\.original_module\.weight is not sent"):
+        check_stock_sync(policy)
 
 
 def test_adapters_that_peft_cannot_merge_or_take_out_again_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
