@@ -95,7 +95,8 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self._resolve_gradients()
         self._master_weights: ParameterSlabs | None = None
         self._host_adamw: HostAdamW | None = None
-        self._plan_rollouts(training_args, self._facts.parallelism, is_adapter=is_adapter)
+        quantization = upstream_vllm.quantization_asked_for(model, training_args, quantization_config)
+        self._plan_rollouts(training_args, self._facts.parallelism, is_adapter=is_adapter, quantization=quantization)
         with _restored_init_kwargs(training_args):
             if isinstance(model, str) and self._is_host_placement:
                 # By default TRL loads a model named by a string straight onto the card, in fp32.
