@@ -21,7 +21,7 @@ from trl_budget.long_context import LongContextFacts, longest_pass
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.trial_forward import forward_draws, packing_fault
-from trl_budget.upstream import parallelism
+from trl_budget.upstream import carries_state, parallelism
 
 _LOSS_METHODS = (
     *("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
@@ -49,7 +49,7 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
         attention=(config._attn_implementation or "eager").removeprefix(PREFIX),
         routes_attention=any(module._supports_attention_backend for module in pretrained),
         is_multimodal=trainer._is_vlm or config is not model.config,
-        is_stateful=any(module._is_stateful for module in pretrained),
+        is_stateful=any(carries_state(module) for module in pretrained),
         layer_types=layer_types,
         rope_types=frozenset(_rope_types(config)),
         soft_cap=getattr(config, "attn_logit_softcapping", None) is not None,
