@@ -41,6 +41,7 @@ class LayoutFacts:
         serves_windows: whether the packed attention can.
         head_dims: sizes of query, key and value heads.
         learns_prompt: whether PEFT adds virtual tokens.
+        uses_hub_kernels: whether transformers swaps its modules' forward for kernels of the hub.
         num_devices: devices that one process spreads a batch over.
         num_processes: processes of the job.
         parallelism: FSDP, DeepSpeed or the like, or None.
@@ -65,6 +66,7 @@ class LayoutFacts:
     serves_windows: bool = True
     head_dims: frozenset[int] = frozenset({64})
     learns_prompt: bool = False
+    uses_hub_kernels: bool = False
     num_devices: int = 1
     num_processes: int = 1
     parallelism: str | None = None
@@ -119,6 +121,13 @@ _PACKING_OBSTACLES = (
     _Obstacle(
         lambda f: len(f.head_dims) > 1 or (f.device_type == "cuda" and any(d > 256 or d % 8 for d in f.head_dims)),
         lambda f: f"head sizes {sorted(f.head_dims)}: varlen attention takes one size, a multiple of 8 up to 256",
+    ),
+    _Obstacle(
+        lambda f: f.uses_hub_kernels,
+        lambda f: (
+            "hub kernels replace modules' forward in train() and eval(), so a trial would not be of what runs "
+            "(set USE_HUB_KERNELS=NO, or use_kernels=False where the model is loaded)"
+        ),
     ),
     _Obstacle(lambda f: f.learns_prompt, lambda f: "the adapter prepends virtual tokens to every row"),
     _Obstacle(lambda f: f.packing_fault is not None, lambda f: str(f.packing_fault)),

@@ -216,3 +216,12 @@ def carries_state(model: PreTrainedModel) -> bool:
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     has_common_cache = getattr(model, "_supports_default_dynamic_cache", lambda: True)
     return not _STATELESS_LAYERS.issuperset(kinds) or not has_common_cache()
+
+
+def uses_hub_kernels(model: nn.Module) -> bool:
+    """Whether a part of the model runs kernels of the hub, which transformers puts in its modules' `forward`.
+
+    The default from transformers 5.25 on, on an accelerator with `kernels`; of earlier ones where `use_kernels=True`.
+    They are chosen anew in each `train()` and `eval()`, which keep others for training than for inference.
+    """
+    return any(isinstance(module, PreTrainedModel) and module.use_kernels for module in model.modules())

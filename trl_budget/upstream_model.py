@@ -21,7 +21,7 @@ from trl_budget.long_context import LongContextFacts, longest_pass
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.trial_forward import forward_draws, packing_fault
-from trl_budget.upstream import carries_state, parallelism
+from trl_budget.upstream import carries_state, parallelism, uses_hub_kernels
 
 _LOSS_METHODS = (
     *("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
@@ -50,6 +50,7 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
         routes_attention=any(module._supports_attention_backend for module in pretrained),
         is_multimodal=trainer._is_vlm or config is not model.config,
         is_stateful=any(carries_state(module) for module in pretrained),
+        uses_hub_kernels=uses_hub_kernels(model),
         layer_types=layer_types,
         rope_types=frozenset(_rope_types(config)),
         soft_cap=getattr(config, "attn_logit_softcapping", None) is not None,
@@ -224,6 +225,7 @@ def long_context_facts(trainer: Any, *, copies_to_come: int) -> LongContextFacts
             args.vllm_max_model_length,
             budget_setting(args, "max_tokens_per_microbatch"),
         ),
+        uses_hub_kernels=uses_hub_kernels(model),
         free_bytes=activation_bytes(trainer, copies_to_come=copies_to_come) if is_cuda else 0,
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         attention=(config._attn_implementation or "eager").removeprefix(PREFIX),
