@@ -27,7 +27,7 @@ from trl_budget.parameter_slots import SUPPORTED_DTYPES
 from trl_budget.placement import PlacementFacts
 from trl_budget.upstream_seams import CALLS, OVERRIDES, PRIVATE, moved_seams, reads_global
 
-TESTED_VERSIONS = {"trl": "1.16.0", "transformers": "5.17.0 and 5.24.0", "accelerate": "1.15.0"}
+TESTED_VERSIONS = {"trl": "1.16.0", "transformers": "5.17.0 and 5.24.0", "accelerate": "1.15.0 and 1.16.0"}
 
 # Kinds of layers of transformers 5.25 whose cache, if they have one, holds one entry per token.
 _STATELESS_LAYERS = frozenset(
