@@ -7,9 +7,9 @@ are the policy's. Sleep and wake follow vLLM 0.26's executor: it counts as aslee
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,15 +27,68 @@ ENGINE_ARGUMENTS = {
 }  # of the arguments of vLLM 0.26's LLM, those that are used
 
 
-def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What TRL and this library look for in the vllm package, for an engine that sleeps through a backend of ours."""
+class SleepModeBackend:
+    def __init__(self) -> None:
+        self._state = "RUNNING"
+
+
+class CuMemBackend(SleepModeBackend):
+    """vLLM 0.25 to 0.31: called with a level."""
+
+    def suspend(self, level: int = 1) -> None: ...
+
+    def resume(self, tags: list[str] | None = None) -> None: ...
+
+
+class DiscardingBackend(SleepModeBackend):
+    """vLLM 0.34: called with the addresses of what may be dropped."""
+
+    def suspend(self, discardable: Collection[int] = ()) -> None: ...
+
+    def resume(self, tags: list[str] | None = None) -> None: ...
+
+
+class _PackedParameter:
+    def __init__(self) -> None:
+        self._packed_dim = 0
+
+
+def _on_allocation(allocation_handle: Any) -> None: ...
+
+
+def stand_in_for_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    pool_tags: Sequence[str] = ("weights", "kv_cache"),
+    backend: type = CuMemBackend,
+) -> None:
+    """What TRL and this library look for in the vllm package, for an engine that sleeps through a backend of ours.
+
+    Args:
+        monkeypatch: restores what is installed.
+        pool_tags: kinds of memory in the pool of an engine that has started.
+        backend: vLLM's own.
+    """
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # set where an engine starts; restored, absent as a rule, when the test ends
         monkeypatch.delenv(name)
-    factory = SimpleNamespace(_registry={})
+    factory = type("SleepModeBackendFactory", (), {"_registry": {}})
     factory.register_backend = lambda name, module, cls: factory._registry.update({name: cls})
-    module = SimpleNamespace(SleepModeBackendFactory=factory)
-    monkeypatch.setitem(sys.modules, "vllm.device_allocator.sleep_mode_backend", module)
+    allocations = {number: SimpleNamespace(tag=tag) for number, tag in enumerate(pool_tags)}
+    pool = SimpleNamespace(pointer_to_data=allocations)
+    modules: dict[str, dict[str, Any]] = {
+        "device_allocator": {"get_mem_allocator_instance": lambda: pool},
+        "device_allocator.cumem": {"create_and_map": _on_allocation, "unmap_and_release": _on_allocation},
+        "device_allocator.sleep_mode_backend": {
+            **{"SleepModeBackend": SleepModeBackend, "CuMemBackend": backend},
+            **{"SleepModeBackendFactory": factory},
+        },
+        "model_executor.parameter": {"PackedvLLMParameter": _PackedParameter},
+    }
+    for name, contents in modules.items():
+        module = ModuleType(f"vllm.{name}")
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", module)
     monkeypatch.setattr("trl_budget.upstream_vllm.has_sleep_backends", lambda: True)
     monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **kwargs: SimpleNamespace(**kwargs), raising=False)
 

@@ -45,6 +45,7 @@ from trl_budget.rollout_policy import RolloutFacts, RolloutPlan, copied_instead,
 from trl_budget.sequence_length import SequenceRoom, longest_completion, notice_of_cut_completions
 from trl_budget.shared_weights import cpu_state_dict, named_values
 from trl_budget.sync_reference import keep_reference_present
+from trl_budget.upstream_vllm_seams import check_vllm_version
 from trl_budget.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -77,9 +78,12 @@ class ColocatedTrainer(CheckedTrainer):
 
         Raises:
             SettingsError: a setting that cannot work.
+            UpstreamMovedError: a vLLM that is not supported.
         """
         is_colocated = bool(args.use_vllm) and args.vllm_mode == "colocate"
         self._starts_engine = is_colocated and args.vllm_tensor_parallel_size == 1 and parallelism is None
+        if self._starts_engine:
+            check_vllm_version()
         self._rollout_facts = RolloutFacts(
             is_colocated=is_colocated,
             can_sleep=self._can_engine_sleep(args),
@@ -106,7 +110,6 @@ class ColocatedTrainer(CheckedTrainer):
                 longest = longest_completion(args.max_completion_length, args.generation_kwargs)
                 if notice := notice_of_cut_completions(1, SequenceRoom(args.vllm_max_model_length), longest):
                     logger.warning(notice)
-            upstream_vllm.check_generation_seam()
             upstream_vllm.check_sampling_mode(args)
 
     def _can_engine_sleep(self, args: GRPOConfig) -> bool:

@@ -53,6 +53,7 @@ class LongContextFacts:
         is_multimodal: whether the model takes images.
         draws_random_numbers: whether a trial forward in training mode moved the random state.
         router_loss: whether the router's load-balancing loss is trained.
+        uses_hub_kernels: whether transformers swaps its modules' forward for kernels of the hub.
         torch_compile: the training arguments' `torch_compile`.
         parallelism: FSDP, DeepSpeed or the like, or None.
         num_devices: devices that one process spreads a batch over.
@@ -73,6 +74,7 @@ class LongContextFacts:
     is_multimodal: bool = False
     draws_random_numbers: bool = False
     router_loss: bool = False
+    uses_hub_kernels: bool = False
     torch_compile: bool = False
     parallelism: str | None = None
     num_devices: int = 1
@@ -123,6 +125,14 @@ _OBSTACLES = (
     _Obstacle(
         lambda f: f.draws_random_numbers,
         lambda f: "a forward in training mode draws random numbers, of which a tile would draw others",
+        stops_offload=False,
+    ),
+    _Obstacle(
+        lambda f: f.uses_hub_kernels,
+        lambda f: (
+            "hub kernels replace modules' forward in train() and eval(), of which a tile may run another part "
+            "(set USE_HUB_KERNELS=NO, or use_kernels=False where the model is loaded)"
+        ),
         stops_offload=False,
     ),
     _Obstacle(lambda f: f.torch_compile, lambda f: "torch_compile=True compiles the layers whole"),

@@ -29,6 +29,7 @@ from trl_budget.sequence_length import (
     refused_cache,
 )
 from trl_budget.upstream_engine import EngineProxy
+from trl_budget.upstream_vllm_seams import check_engine
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class ColocatedGeneration(VLLMGeneration):
             if refusal is not None:
                 raise refused_cache(refusal, self._longest_completion) from error
             raise
+        check_engine(self.llm)
         if self._settings.sleeps and upstream_vllm.has_sleep_backends():
             upstream_vllm.choose_sleep_backend(self.llm)
         try:

@@ -48,6 +48,7 @@ class LayoutFacts:
         scales_positions: the config's key of a scaling by absolute position, and the first position it changes.
         neftune_noise_alpha: the training arguments' value.
         hooks: functions of the user that are called with the activations of a module.
+        uses_hub_kernels: whether transformers swaps its modules' forward for kernels of the hub.
         num_devices: devices that one process spreads a batch over.
         num_processes: processes of the job.
         parallelism: FSDP, DeepSpeed or the like, or None.
@@ -80,6 +81,7 @@ class LayoutFacts:
     scales_positions: tuple[str, int] | None = None
     neftune_noise_alpha: float | None = None
     hooks: tuple[str, ...] = ()
+    uses_hub_kernels: bool = False
     num_devices: int = 1
     num_processes: int = 1
     parallelism: str | None = None
@@ -166,6 +168,13 @@ _PACKING_OBSTACLES = (
     _Obstacle(
         lambda f: len(f.head_dims) > 1 or (f.device_type == "cuda" and any(d > 256 or d % 8 for d in f.head_dims)),
         lambda f: f"head sizes {sorted(f.head_dims)}: varlen attention takes one size, a multiple of 8 up to 256",
+    ),
+    _Obstacle(
+        lambda f: f.uses_hub_kernels,
+        lambda f: (
+            "hub kernels replace modules' forward in train() and eval(), so a trial would not be of what runs "
+            "(set USE_HUB_KERNELS=NO, or use_kernels=False where the model is loaded)"
+        ),
     ),
     _Obstacle(lambda f: f.learns_prompt, lambda f: "the adapter prepends virtual tokens to every row"),
     _Obstacle(

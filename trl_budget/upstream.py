@@ -8,64 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from types import CodeType
 from typing import Any
 
 import torch
-import torch.utils.serialization.config as serialization_config
 import trl.trainer.utils as trl_utils
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, Trainer
-from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.callbacks import SyncRefModelCallback
+from transformers import PretrainedConfig, PreTrainedModel, Trainer
+from trl import GRPOConfig
 
 from trl_budget.errors import SettingsError, UpstreamMovedError
 from trl_budget.parameter_slots import SUPPORTED_DTYPES
 from trl_budget.placement import PlacementFacts
+from trl_budget.upstream_seams import CALLS, OVERRIDES, PRIVATE, moved_seams, reads_global
 
-TESTED_VERSIONS = {"trl": "1.16.0", "transformers": "5.17.0 and 5.24.0", "accelerate": "1.15.0"}
+TESTED_VERSIONS = {"trl": "1.16.0", "transformers": "5.17.0 and 5.24.0", "accelerate": "1.15.0 and 1.16.0"}
 
-_SCORING_PARAMETERS = (
-    *("model", "input_ids", "attention_mask", "logits_to_keep"),
-    *("batch_size", "compute_entropy", "compute_aux_loss"),
-)
-SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
-    (GRPOTrainer, "__init__", ("model", "args", "optimizers", "peft_config", "quantization_config")),
-    (Trainer, "_move_model_to_device", ("model", "device")),
-    (Trainer, "create_optimizer", ("model",)),
-    (Trainer, "_prepare_for_training", ("max_steps", "train_dataloader", "resume_from_checkpoint")),
-    (Trainer, "_clip_grad_norm", ("model",)),
-    (Trainer, "_get_grad_norm", ("model", "grad_norm")),
-    (Trainer, "_load_from_checkpoint", ("resume_from_checkpoint", "model")),
-    (Trainer, "_load_best_model", ()),
-    (Trainer, "_save_optimizer_and_scheduler", ("output_dir",)),
-    (Trainer, "_load_optimizer_and_scheduler", ("checkpoint",)),
-    (Accelerator, "prepare", ("device_placement",)),
-    (Accelerator, "no_sync", ("model",)),
-    (GRPOTrainer, "compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch")),
-    (GRPOTrainer, "_compute_loss", ("model", "inputs")),
-    (GRPOTrainer, "_generate_and_score_completions", ("inputs",)),
-    (GRPOTrainer, "_get_per_token_logps_and_entropies", _SCORING_PARAMETERS),
-    (AttentionInterface, "register", ("key", "value")),
-    (AttentionMaskInterface, "register", ("key", "value")),
-    (Accelerator, "prepare_model", ("evaluation_mode",)),
-    (SyncRefModelCallback, "sync_target_model", ("model", "target_model", "alpha")),
-)
-_TORCH_SEAMS = (
-    (torch._C, "_current_graph_task_id"),
-    (torch.autograd.Variable, "_execution_engine"),
-    (serialization_config, "patch"),
-    (torch.distributed.ProcessGroup, "_get_backend"),
-    (torch.distributed.ProcessGroup, "_device_types"),
-    (torch.distributed.distributed_c10d, "_get_default_group"),
+# Kinds of layers of transformers 5.25 whose cache, if they have one, holds one entry per token.
+_STATELESS_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "dummy", "mlp", "moe"}
 )
 GRADIENT_EVENTS = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 LM_HEAD_CHUNK_SIZE = "_CHUNKED_LOGPROB_CHUNK_SIZE"
@@ -73,38 +39,21 @@ LM_HEAD_CHUNK_SIZE = "_CHUNKED_LOGPROB_CHUNK_SIZE"
 
 @functools.cache
 def check_seams() -> None:
-    """Checks every seam, once per process.
+    """Checks all of `upstream_seams` that needs no vLLM, once per process; under 0.1 s.
 
     Raises:
-        UpstreamMovedError: a method is missing or has lost one of the parameters that are used.
+        UpstreamMovedError: a method or attribute is missing, or has lost one of the parameters that are used.
     """
-    moved = [message for owner, method, needed in SEAMS if (message := _moved(owner, method, needed))]
-    moved += [f"torch has no {name}" for owner, name in _TORCH_SEAMS if not hasattr(owner, name)]
-    if "optimizer_cls_and_kwargs" not in inspect.signature(Trainer.__init__).parameters:
-        moved.append("Trainer.__init__ takes no optimizer_cls_and_kwargs")
-    if not _reads_global(trl_utils.add_fused_lm_head.__code__, LM_HEAD_CHUNK_SIZE):
+    moved = moved_seams((*OVERRIDES, *CALLS, *PRIVATE))
+    if not reads_global(trl_utils.add_fused_lm_head.__code__, LM_HEAD_CHUNK_SIZE):
         moved.append(f"trl.trainer.utils.add_fused_lm_head reads no {LM_HEAD_CHUNK_SIZE}")
     if moved:
         installed = ", ".join(f"{name} {version(name)}" for name in TESTED_VERSIONS)
         tested = ", ".join(f"{name} {tested}" for name, tested in TESTED_VERSIONS.items())
         raise UpstreamMovedError(
-            f"{'; '.join(moved)} (installed: {installed}). This library overrides these methods and would train "
-            f"something else without them. Install the tested versions: {tested}."
+            f"{'; '.join(moved)} (installed: {installed}). This library overrides or reads these and would "
+            f"train something else without them. Install the tested versions: {tested}."
         )
-
-
-def _moved(owner: type, method: str, needed: tuple[str, ...]) -> str | None:
-    function = getattr(owner, method, None)
-    if function is None:
-        return f"{owner.__name__}.{method} does not exist"
-    missing = [name for name in needed if name not in inspect.signature(function).parameters]
-    return f"{owner.__name__}.{method} takes no {', '.join(missing)}" if missing else None
-
-
-def _reads_global(code: CodeType, name: str) -> bool:
-    """Whether a function, or one that it defines, looks up a global of this name."""
-    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return name in code.co_names or any(_reads_global(inner, name) for inner in nested)
 
 
 @contextmanager
@@ -278,3 +227,26 @@ def kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
 def model_id(config: PretrainedConfig) -> str:
     """The name or folder a model was loaded from."""
     return getattr(config, "_name_or_path", "")
+
+
+def carries_state(model: PreTrainedModel) -> bool:
+    """Whether layers of a model carry a state along the sequence, as Mamba's do.
+
+    A class says so up to transformers 5.24. In 5.25 the kinds of layers do, and RWKV and xLSTM, which list none, have
+    a cache of their own.
+    """
+    declared = getattr(model, "_is_stateful", None)
+    if declared is not None:
+        return bool(declared)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    has_common_cache = getattr(model, "_supports_default_dynamic_cache", lambda: True)
+    return not _STATELESS_LAYERS.issuperset(kinds) or not has_common_cache()
+
+
+def uses_hub_kernels(model: nn.Module) -> bool:
+    """Whether a part of the model runs kernels of the hub, which transformers puts in its modules' `forward`.
+
+    The default from transformers 5.25 on, on an accelerator with `kernels`; of earlier ones where `use_kernels=True`.
+    They are chosen anew in each `train()` and `eval()`, which keep others for training than for inference.
+    """
+    return any(isinstance(module, PreTrainedModel) and module.use_kernels for module in model.modules())

@@ -24,7 +24,7 @@ from trl_budget.padding_trial import PaddedColumns, PaddingTrial, try_padding
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.trial_forward import forward_draws
-from trl_budget.upstream import parallelism, trains_nothing
+from trl_budget.upstream import carries_state, parallelism, trains_nothing, uses_hub_kernels
 from trl_budget.upstream_attention import (
     asks_for_attention,
     own_attention,
@@ -61,6 +61,7 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
         asks_for_attention=asks_for_attention(model),
         is_multimodal=trainer._is_vlm or config is not model.config,
         is_stateful=is_stateful(model),
+        uses_hub_kernels=uses_hub_kernels(model),
         layer_types=layer_types,
         rope_types=upstream_config.rope_types(config),
         soft_cap=getattr(config, "attn_logit_softcapping", None) is not None,
@@ -86,7 +87,7 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
 
 def is_stateful(model: nn.Module) -> bool:
     """Whether layers carry a state along the sequence."""
-    return any(module._is_stateful for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any(carries_state(module) for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def state_layers(model: Any) -> str | None:
@@ -246,6 +247,7 @@ def long_context_facts(trainer: Any, *, copies_to_come: int) -> LongContextFacts
             args.vllm_max_model_length,
             budget_setting(args, "max_tokens_per_microbatch"),
         ),
+        uses_hub_kernels=uses_hub_kernels(model),
         free_bytes=activation_bytes(trainer, copies_to_come=copies_to_come) if is_cuda else 0,
         num_key_value_heads=(upstream_config.num_heads(config) or (1, 1))[1],
         attention=own_attention(config),

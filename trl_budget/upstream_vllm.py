@@ -1,34 +1,29 @@
 """The seams in vLLM that colocated rollouts use. Nothing is patched; vLLM is imported when an engine starts.
 
 vLLM keeps what is needed here behind attributes that are not public; each is reached in one function, and a missing
-one is an error that names the tested versions.
+one is an error that names the tested versions (`upstream_vllm_seams.py`).
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import is_bitsandbytes_available
 from trl import GRPOConfig
-from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
-from trl_budget.errors import UpstreamMovedError
 from trl_budget.sequence_length import CacheRefusal, SequenceRoom
+from trl_budget.upstream_vllm_seams import SLEEP_TAGS, check_sleep, reach
 
 logger = logging.getLogger(__name__)
 
-TESTED_VLLM = "0.26.0 and 0.31.0"
 SLEEP_BACKEND = "trl_budget"
-SLEEP_TAGS = frozenset({"weights", "kv_cache"})
 _COMPILATION_WRAPPER = "TorchCompileWithNoGuardsWrapper"
 
 
@@ -48,7 +43,7 @@ def engine_class() -> Callable[..., Any]:
 
 
 def has_sleep_backends() -> bool:
-    """Whether this vLLM lets a backend of our own put the engine to sleep (0.24 and later)."""
+    """Whether this vLLM lets a backend of our own put the engine to sleep (0.25 and later)."""
     try:
         from vllm.device_allocator import sleep_mode_backend  # noqa: F401
     except ImportError:
@@ -57,31 +52,35 @@ def has_sleep_backends() -> bool:
 
 
 def choose_sleep_backend(llm: Any) -> None:
-    """Makes a new engine sleep through `HandoverBackend`.
+    """Makes a new engine, all of it awake, sleep through `HandoverBackend`.
 
     vLLM reads the name from its model config when it first sleeps; no argument of `LLM` sets it in 0.26 or 0.31.
+
+    Raises:
+        UpstreamMovedError: vLLM would call the backend otherwise, or keeps memory where it does not look.
     """
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
-    if SLEEP_BACKEND not in _reach(SleepModeBackendFactory, "_registry"):
+    check_sleep(_worker(llm))
+    if SLEEP_BACKEND not in reach(SleepModeBackendFactory, "_registry"):
         SleepModeBackendFactory.register_backend(SLEEP_BACKEND, "trl_budget.vllm_sleep", "HandoverBackend")
-    config = _reach(_worker(llm), "vllm_config", "model_config")
-    _reach(config, "sleep_mode_backend")
+    config = reach(_worker(llm), "vllm_config", "model_config")
+    reach(config, "sleep_mode_backend")
     config.sleep_mode_backend = SLEEP_BACKEND
 
 
 def _executor(llm: Any) -> Any:
-    return _reach(llm, "llm_engine", "model_executor")
+    return reach(llm, "llm_engine", "model_executor")
 
 
 def _worker(llm: Any) -> Any:
-    worker = _reach(_executor(llm), "driver_worker")
+    worker = reach(_executor(llm), "driver_worker")
     return getattr(worker, "worker", None) or worker  # inside vLLM's wrapper
 
 
 def engine_model(llm: Any) -> nn.Module:
     """The model inside the engine, of this process."""
-    return _reach(_executor(llm), "driver_worker", "model_runner", "model")
+    return reach(_executor(llm), "driver_worker", "model_runner", "model")
 
 
 def detach_from_compilation(model: nn.Module) -> None:
@@ -99,7 +98,7 @@ def detach_from_compilation(model: nn.Module) -> None:
 
 def load_weight(model: nn.Module, name: str, weight: Tensor) -> None:
     """Loads one weight, under transformers' name, into vLLM's model; `weight` may be on the host."""
-    _reach(model, "load_weights")([(name, weight)])
+    reach(model, "load_weights")([(name, weight)])
 
 
 def packed_modules(model: nn.Module) -> Mapping[str, Sequence[str]]:
@@ -111,12 +110,12 @@ def sleep_backend(llm: Any) -> Any:
     """The backend that puts this process' worker to sleep."""
     worker = _worker(llm)
     made = getattr(worker, "_get_sleep_mode_backend", None)
-    return made() if made is not None else _reach(worker, "sleep_mode_backend")
+    return made() if made is not None else reach(worker, "sleep_mode_backend")
 
 
 def sleeping_tags(llm: Any) -> set[str]:
     """Which of "weights" and "kv_cache" are asleep."""
-    return set(_reach(_executor(llm), "sleeping_tags"))
+    return set(reach(_executor(llm), "sleeping_tags"))
 
 
 def put_to_sleep(llm: Any) -> None:
@@ -135,26 +134,26 @@ def put_to_sleep(llm: Any) -> None:
             raise
         logger.warning("vLLM fell asleep and says: %s Another process has taken memory of the card meanwhile.", error)
         sleep_backend(llm).suspend(2)
-    _reach(executor, "sleeping_tags").update(SLEEP_TAGS)
+    reach(executor, "sleeping_tags").update(SLEEP_TAGS)
     if "is_sleeping" in vars(executor):  # 0.26; derived from the tags in 0.31
         executor.is_sleeping = True
 
 
 def abort_requests(llm: Any) -> None:
     """Drops what a generation that failed has left: the next one would wait for it for ever, or return it."""
-    engine = _reach(llm, "llm_engine")
-    if left := list(_reach(engine, "output_processor", "request_states")):
+    engine = reach(llm, "llm_engine")
+    if left := list(reach(engine, "output_processor", "request_states")):
         engine.abort_request(left, internal=True)
 
 
 def sequence_room(llm: Any) -> SequenceRoom:
     """How long one sequence of an engine that has started may become."""
-    engine = _reach(llm, "llm_engine")
-    cache = _reach(engine, "vllm_config", "cache_config")
+    engine = reach(llm, "llm_engine")
+    cache = reach(engine, "vllm_config", "cache_config")
     cache_tokens = getattr(cache, "kv_cache_size_tokens", None)  # 0.26 and later; counts groups of layers
     if not cache_tokens:
-        cache_tokens = (_reach(cache, "num_gpu_blocks") or 0) * _reach(cache, "block_size")
-    return SequenceRoom(_reach(engine, "model_config", "max_model_len"), cache_tokens or None)
+        cache_tokens = (reach(cache, "num_gpu_blocks") or 0) * reach(cache, "block_size")
+    return SequenceRoom(reach(engine, "model_config", "max_model_len"), cache_tokens or None)
 
 
 def cache_refusal(error: BaseException) -> CacheRefusal | None:
@@ -283,37 +282,3 @@ def check_sampling_mode(args: GRPOConfig) -> None:
             "VESPO loss requires `vllm_importance_sampling_mode` to be either 'token_truncate' or 'token_mask'. "
             f"Got: {mode}."
         )
-
-
-def check_generation_seam() -> None:
-    """Checks the constructor and methods of TRL's `VLLMGeneration` that are overridden.
-
-    Raises:
-        UpstreamMovedError: one has moved.
-    """
-    known = {"model", "accelerator", "mode", "gpu_memory_utilization", "max_num_seqs", "logprobs", "generation_kwargs"}
-    missing = known - inspect.signature(VLLMGeneration.__init__).parameters.keys()
-    missing |= {
-        name for name in ("_init_vllm", "_iter_named_params", "sync_weights") if name not in vars(VLLMGeneration)
-    }
-    if missing:
-        raise UpstreamMovedError(
-            f"TRL {version('trl')}'s VLLMGeneration has no {', '.join(sorted(missing))}. The engine is started and "
-            "synchronised through them. Install trl 1.16.0."
-        )
-
-
-def _reach(owner: Any, *names: str) -> Any:
-    """An attribute of an attribute.
-
-    Raises:
-        UpstreamMovedError: vLLM has moved it.
-    """
-    for name in names:
-        if not hasattr(owner, name):
-            raise UpstreamMovedError(
-                f"vLLM {version('vllm')}'s {type(owner).__name__} has no {name}. Colocated rollouts reach the "
-                f"engine's weights and sleep state through it. Install a tested vLLM: {TESTED_VLLM}."
-            )
-        owner = getattr(owner, name)
-    return owner

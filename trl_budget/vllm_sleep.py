@@ -14,6 +14,9 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.device_allocator.cumem import create_and_map, unmap_and_release
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
+from trl_budget.errors import UpstreamMovedError
+from trl_budget.upstream_vllm_seams import INSTALL, check_pool_tags
+
 
 class HandoverBackend(CuMemBackend):
     """Unmaps what the trainer needs and keeps what it shares.
@@ -25,7 +28,17 @@ class HandoverBackend(CuMemBackend):
     kept_tags: frozenset[str] = frozenset()
 
     def suspend(self, level: int = 1) -> None:
-        """Discards every allocation that is mapped and not kept; level 1 copies weights to the host first, as vLLM."""
+        """Discards every allocation that is mapped and not kept; level 1 copies weights to the host first, as vLLM.
+
+        Raises:
+            UpstreamMovedError: another level, or memory in the pool of which no wake would take notice.
+        """
+        if level not in (1, 2):
+            raise UpstreamMovedError(
+                f"vLLM puts its engine to sleep with level={level!r}. The levels are 1, which keeps the weights, and "
+                f"2, which drops them. Install a supported vLLM: {INSTALL}."
+            )
+        check_pool_tags(allocation.tag for allocation in _allocations())
         if level == 1 and not self.kept_tags:
             super().suspend(level)
             return

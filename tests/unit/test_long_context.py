@@ -127,6 +127,7 @@ OBSTACLES = [
 ]
 SPLIT_ONLY = [
     ({"draws_random_numbers": True}, "random numbers"),
+    ({"uses_hub_kernels": True}, "set USE_HUB_KERNELS=NO"),
     ({"tiling_fault": "a tile differs by 0.5"}, "a tile differs by 0.5"),
     ({"attention": "eager"}, "attn_implementation='eager'"),
     ({"attention": "flash_attention_2"}, "attn_implementation='flash_attention_2'"),

@@ -242,6 +242,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "large heads": ({"head_dims": frozenset({512})}, "[512]"),
     "odd heads": ({"head_dims": frozenset({60})}, "[60]"),
     "virtual tokens": ({"learns_prompt": True}, "virtual tokens"),
+    "hub kernels": ({"uses_hub_kernels": True}, "set USE_HUB_KERNELS=NO"),
     "trial": ({"packing_fault": "in a trial run it broke"}, "in a trial run it broke"),
 }
 # What moves a row's log-probs with the columns around it.

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import trl_budget  # noqa: F401  (before vllm is stood in for: it looks for the package)
+from trl_budget import UpstreamMovedError
 
 
 @dataclass
@@ -137,3 +138,17 @@ def test_weights_come_back_with_their_values_after_a_level_1(vllm_sleep: Any, po
     backend.resume(["kv_cache"])
     assert [event for event in pool.log if event[0] == "restore"] == [("restore", 0), ("restore", 1)]
     assert asleep(pool) == []
+
+
+def test_memory_of_an_unknown_kind_is_named_and_nothing_is_unmapped(vllm_sleep: Any, pool: Pool) -> None:
+    pool.pointer_to_data[104] = Allocation("runtime", (4, 14))
+    with pytest.raises(UpstreamMovedError, match="its pool holds runtime beside kv_cache, weights"):
+        vllm_sleep.HandoverBackend().suspend(2)
+    assert pool.log == []
+
+
+@pytest.mark.parametrize("argument", [set(), {7}, (), 3])
+def test_a_level_that_is_none_is_refused_and_nothing_is_unmapped(vllm_sleep: Any, pool: Pool, argument: Any) -> None:
+    with pytest.raises(UpstreamMovedError, match="to sleep with level="):
+        vllm_sleep.HandoverBackend().suspend(argument)
+    assert pool.log == []

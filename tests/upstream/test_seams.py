@@ -7,6 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from trl_budget import UpstreamMovedError, upstream
+from trl_budget.upstream_seams import Seam
 
 
 class _Upstream:
@@ -25,8 +26,8 @@ def test_every_seam_is_in_the_installed_versions() -> None:
 def test_a_missing_method_and_a_lost_parameter_are_named_with_the_tested_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seams = ((_Upstream, "kept", ("model",)), (_Upstream, "narrowed", ("model",)), (_Upstream, "gone", ()))
-    monkeypatch.setattr(upstream, "SEAMS", seams)
+    seams = [Seam(_Upstream, name, (), used) for name, used in {"kept": ("model",), "narrowed": ("model",)}.items()]
+    monkeypatch.setattr(upstream, "OVERRIDES", (*seams, Seam(_Upstream, "gone", ())))
     upstream.check_seams.cache_clear()
     with pytest.raises(UpstreamMovedError) as error:
         upstream.check_seams()
