@@ -290,6 +290,8 @@ class BudgetGRPOTrainer(ColocatedTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """As transformers 5.24; an aborted step's gradients are dropped and foreign writes adopted first."""
         if self._host_adamw is not None:
+            if resume_from_checkpoint is None:
+                self._host_adamw.check_whole()
             self._prepare_host_adamw()
         if self._host_adamw is not None and self.args.world_size > 1 and self.model_wrapped is self.model:
             # Accelerate never wraps a model it has prepared: DDP's buckets are as large as the gradients.
@@ -364,6 +366,12 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         super()._load_best_model()
         self._adopt_external_writes()
         self._read_fp32_weights(self.state.best_model_checkpoint)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As transformers 5.24; weights of a step that ended midway are not saved."""
+        if self._host_adamw is not None:
+            self._host_adamw.check_whole()
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As transformers 5.24; the masters saved are those of the weights saved beside them.
