@@ -9,6 +9,7 @@ from trl_budget.errors import (
     RankError,
     SettingsError,
     StalePolicyError,
+    UnknownFieldError,
     UpstreamMovedError,
     WeightSyncError,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "RankError",
     "SettingsError",
     "StalePolicyError",
+    "UnknownFieldError",
     "UpstreamMovedError",
     "WeightSyncError",
     "__version__",

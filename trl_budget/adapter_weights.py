@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from trl_budget.errors import SettingsError
 from trl_budget.parking import ParkedWeights
-from trl_budget.weight_views import plain_name
-
-_REPLACED = "original_module"  # what PEFT's `modules_to_save` trains a copy of
+from trl_budget.weight_views import is_adapter_name, plain_name, served_copies, unserved_names
 
 
 def check_adapters(policy: nn.Module) -> None:
@@ -32,7 +30,7 @@ def check_adapters(policy: nn.Module) -> None:
     """
     if not isinstance(policy, PeftModel):
         raise _refusal(f"The policy is a {type(policy).__name__} with adapters, not a model of PEFT")
-    kind = str(policy.peft_config[policy.active_adapter].peft_type)
+    kind = str(policy.peft_config[policy.active_adapters[0]].peft_type)
     if not isinstance(policy.base_model, BaseTuner):
         raise _refusal(f"The policy is adapted by {kind}, which adds inputs instead of weights")
     layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
@@ -41,14 +39,7 @@ def check_adapters(policy: nn.Module) -> None:
             "The policy's adapters are merged into its base already, so that they would be added twice for vLLM. "
             "Call unmerge_adapter() before the trainer is built."
         )
-    names = {parameter: name for name, parameter in policy.named_parameters()}
-    owners: dict[Tensor, nn.Module] = {}
-    for layer in layers:
-        assert isinstance(layer, nn.Module)
-        for parameter in layer.parameters():
-            owner = owners.setdefault(parameter, layer)
-            if layer not in owner.modules() and not _storages(layer) <= _storages(owner):
-                raise _refusal(f"Two adapters of their own change {names[parameter]}, which the model ties")
+    check_ties(policy)
     try:
         with _merged(layers[0], None):
             pass
@@ -65,8 +56,99 @@ def _refusal(what: str) -> SettingsError:
     )
 
 
-def _storages(layer: nn.Module) -> set[int]:
-    return {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+def check_ties(policy: nn.Module) -> None:
+    """Refuses adapters that make two weights of one that the model ties: vLLM holds one tensor for both ends.
+
+    Where PEFT ties the adapters too, both ends change alike and there is nothing to refuse.
+
+    Args:
+        policy: with or without adapters, its weights in memory. Only read.
+
+    Raises:
+        SettingsError: names both ends of the tie.
+    """
+    if not isinstance(policy, PeftModel) or not isinstance(policy.base_model, BaseTuner):
+        return
+    modules = dict(policy.named_modules(remove_duplicate=False))
+    copies = served_copies(policy)
+    ends: dict[Tensor, tuple[str, frozenset[int]]] = {}
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        if is_adapter_name(policy, name) or ".modules_to_save." in name:
+            continue
+        change = _change(policy, name, modules, copies)
+        first, first_change = ends.setdefault(parameter, (name, change))
+        if change != first_change:
+            raise _tie_refusal(first, name, changes=(first_change, change))
+
+
+def check_stock_sync(policy: nn.Module) -> None:
+    """Refuses adapters whose weights TRL 1.16 would send under other names, for engines that TRL synchronises.
+
+    TRL knows LoRA's layers and the copies of `modules_to_save` of an adapter named "default".
+
+    Args:
+        policy: with or without adapters. Only read.
+
+    Raises:
+        SettingsError: names the first weight.
+    """
+    if not isinstance(policy, PeftModel) or not isinstance(policy.base_model, BaseTuner):
+        return
+    unserved = unserved_names(policy)
+    for name, _ in policy.named_parameters():
+        is_skipped = policy.base_model.prefix in name or "original_module" in name
+        sent = (
+            name.removeprefix("base_model.model.").replace(".base_layer", "").replace("modules_to_save.default.", "")
+        )
+        if is_skipped and name not in unserved:
+            raise _sync_refusal(f"is not sent, though it stands for {plain_name(name)}", name)
+        if not is_skipped and (name in unserved or sent != plain_name(name)):
+            raise _sync_refusal(f"is sent as {sent}, which is no weight of the policy", name)
+
+
+def _sync_refusal(what: str, name: str) -> SettingsError:
+    return SettingsError(
+        f"In TRL's weight sync {name} {what}. A server, and an engine over several ranks, are synchronised by TRL, "
+        "which knows one adapter named 'default' and no trained tokens. Leave trainable_token_indices and other "
+        "adapters out, or set vllm_mode='colocate' with vllm_tensor_parallel_size=1, or use_vllm=False."
+    )
+
+
+def _change(
+    policy: PeftModel, name: str, modules: dict[str, nn.Module], copies: dict[str, str | None]
+) -> frozenset[int]:
+    """Addresses of the trained memory that stands for a weight of the base, or is added to it; empty for none."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        path = ".".join(parts[:depth])
+        if copies.get(path) is not None:
+            copy = modules[f"{path}.modules_to_save.{copies[path]}"]
+            return frozenset(parameter.untyped_storage().data_ptr() for parameter in copy.parameters())
+        layer = modules[path]
+        if isinstance(layer, BaseTunerLayer):
+            active = set(layer.active_adapters)
+            return frozenset(
+                parameter.untyped_storage().data_ptr()
+                for own_name, parameter in layer.named_parameters()
+                if is_adapter_name(policy, own_name) and active.intersection(own_name.split("."))
+            )
+    return frozenset()
+
+
+def _tie_refusal(first: str, second: str, changes: tuple[frozenset[int], frozenset[int]]) -> SettingsError:
+    first, second = (
+        name.removeprefix("base_model.model.").replace(".original_module", "") for name in (first, second)
+    )
+    if all(changes):
+        what = f"Two adapters of their own change {first}, which the model ties to {second}"
+    else:
+        changed, kept = (first, second) if changes[0] else (second, first)
+        what = f"Adapters change {changed}, which the model ties to {kept}, and leave {kept} as it is"
+    return SettingsError(
+        f"{what}. vLLM holds one tensor for both ends of the tie, so it would generate with other weights than the "
+        "policy's. Set ensure_weight_tying=True in peft_config, by which PEFT gives both ends one adapter; or take "
+        "both out of its target_modules, modules_to_save and trainable_token_indices; or set use_vllm=False."
+    )
 
 
 @torch.no_grad()
@@ -91,11 +173,12 @@ def merged_weights(policy: nn.Module, parked: ParkedWeights | None) -> Iterator[
         if isinstance(module, BaseTunerLayer):
             for parameter in module.parameters():
                 layers.setdefault(parameter, module)
+    unserved = unserved_names(policy)
     named = list(policy.named_parameters())
     for layer, pairs in itertools.groupby(named, key=lambda pair: layers.get(pair[1])):
         with _merged(layer, away) if layer is not None else nullcontext():
             for name, _ in pairs:
-                if _REPLACED in name or policy.base_model.prefix in name:
+                if name in unserved:
                     continue
                 parameter = policy.get_parameter(name)  # some kinds of adapters merge by taking the base's place
                 value = parameter.detach() if layer is not None else values.get(name, parameter.detach())

@@ -5,6 +5,7 @@ Overrides that delegate, over TRL 1.16. One small exchange between the ranks per
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from trl_budget.errors import StalePolicyError
@@ -12,6 +13,8 @@ from trl_budget.logprob_gap import LogProbGapGate
 from trl_budget.rank_checks import RankChecks
 from trl_budget.scoring import sampling_gap
 from trl_budget.token_budget import TokenBudgetTrainer, loss_mask
+
+logger = logging.getLogger(__name__)
 
 GAP_METRIC = "sampling/sampling_logp_difference/mean"
 
@@ -22,10 +25,11 @@ class CheckedTrainer(TokenBudgetTrainer):
     _checks = RankChecks()
     _gap_gate: LogProbGapGate
     _meets_with_loss = False  # the ranks have still to meet after the newest rollout
+    _told_of_gap = False
 
-    def _begin_checks(self, checks: RankChecks) -> None:
+    def _begin_checks(self, checks: RankChecks, *, has_adapters: bool) -> None:
         self._checks = checks
-        self._gap_gate = LogProbGapGate()
+        self._gap_gate = LogProbGapGate(has_adapters=has_adapters)
 
     @property
     def _watches_gap(self) -> bool:
@@ -64,7 +68,10 @@ class CheckedTrainer(TokenBudgetTrainer):
         """
         self._meets_with_loss = False
         gaps = self._checks.meet("check the rollout", gap)
-        if gap is None or not self._watches_gap or self._shifts_logprobs:
+        if gap is None or not self._watches_gap:
+            return
+        if (reason := self._why_gap_is_wide()) is not None:
+            self._tell_of_gap(reason)
             return
         worst = max(range(len(gaps)), key=gaps.__getitem__)
         try:
@@ -72,13 +79,34 @@ class CheckedTrainer(TokenBudgetTrainer):
         except StalePolicyError as error:
             self._checks.raise_for(worst, "check the rollout", error)
 
-    @property
-    def _shifts_logprobs(self) -> bool:
-        """Whether vLLM's log-probs may be far from the policy's: they are of the tokens that sampling has kept."""
+    def _why_gap_is_wide(self) -> str | None:
+        """Why the log-probs of vLLM and of the trainer may be far apart over the same weights; None if they may not.
+
+        vLLM's are of the tokens that sampling has kept, and the trainer's those of a forward in training mode.
+        """
         args = self.args
         is_truncated = self.top_p != 1.0 or bool(self.top_k) or bool(self.min_p) or self.repetition_penalty != 1.0
-        is_the_users = bool(args.generation_kwargs) or args.vllm_structured_outputs_regex is not None
-        return is_truncated or is_the_users or self.rollout_func is not None
+        if is_truncated or args.generation_kwargs or args.vllm_structured_outputs_regex is not None:
+            return "vLLM's log-probs are of the tokens that sampling has kept"
+        if self.rollout_func is not None:
+            return "rollout_func brings log-probs of its own"
+        if not self._policy_trains:
+            return None
+        if args.neftune_noise_alpha:
+            return f"neftune_noise_alpha={args.neftune_noise_alpha:g} adds noise to the trainer's embeddings"
+        facts = self._reuse_facts
+        if layers := (*facts.dropout, *facts.training_mode_layers):
+            return f"{layers[0]} computes something else in training mode, where the trainer takes its log-probs"
+        return "a forward in training mode draws random numbers" if facts.draws_random_numbers else None
+
+    def _tell_of_gap(self, reason: str) -> None:
+        if not self._told_of_gap:
+            self._told_of_gap = True
+            logger.info(
+                "The gap between vLLM's log-probs and the trainer's is not watched: %s. What still finds weights that "
+                "are not the policy's is verify_weight_sync.",
+                reason,
+            )
 
 
 CheckedTrainer._own_class = CheckedTrainer

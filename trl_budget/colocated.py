@@ -21,7 +21,7 @@ from trl import GRPOConfig
 from trl.extras.profiling import profiling_context
 
 from trl_budget import upstream_vllm
-from trl_budget.adapter_weights import check_adapters, merged_weights
+from trl_budget.adapter_weights import check_adapters, check_stock_sync, check_ties, merged_weights
 from trl_budget.card import Card
 from trl_budget.checked_rollouts import CheckedTrainer
 from trl_budget.config import budget_setting
@@ -34,6 +34,7 @@ from trl_budget.device_memory import (
 )
 from trl_budget.engine_preflight import EngineNeed, check_allocator_settings, check_engine_fits
 from trl_budget.errors import DeviceMemoryError, SettingsError, WeightSyncError
+from trl_budget.page_locking import locks_pages
 from trl_budget.parking import ParkedWeights
 from trl_budget.placement import ResolvedSetting
 from trl_budget.rank_checks import RankChecks
@@ -63,8 +64,16 @@ class ColocatedTrainer(CheckedTrainer):
 
     # Construction
 
-    def _plan_rollouts(self, args: GRPOConfig, parallelism: str | None, *, is_adapter: bool) -> None:
+    def _plan_rollouts(
+        self, args: GRPOConfig, parallelism: str | None, *, is_adapter: bool, quantization: str | None
+    ) -> None:
         """Resolves who holds the card when, as far as it can be told before the policy is loaded.
+
+        Args:
+            args: the trainer's.
+            parallelism: what shards the policy's weights, if anything does.
+            is_adapter: whether only adapters are trained.
+            quantization: of the policy, where arguments or a loaded model tell.
 
         Raises:
             SettingsError: a setting that cannot work.
@@ -79,6 +88,7 @@ class ColocatedTrainer(CheckedTrainer):
             is_adapter=is_adapter,
             enables_sleep_mode=args.vllm_enable_sleep_mode,
             has_sleep_backends=self._starts_engine and upstream_vllm.has_sleep_backends(),
+            quantization=quantization if args.use_vllm else None,
         )
         self._rollout_plan = self._resolve_rollouts(args)
         self._parked: dict[nn.Module, ParkedWeights] = {}
@@ -88,7 +98,7 @@ class ColocatedTrainer(CheckedTrainer):
                 parse_bytes(budget), args.device, unmapped_bytes=upstream_vllm.sleeping_bytes
             )
         if self._starts_engine or self._memory_budget is not None:
-            self._begin_checks(RankChecks(current_ranks()))
+            self._begin_checks(RankChecks(current_ranks()), has_adapters=is_adapter)
         if self._rollout_plan.sleeps:
             check_allocator_settings(os.environ)
         if self._starts_engine:
@@ -121,9 +131,13 @@ class ColocatedTrainer(CheckedTrainer):
         self._rollout_facts = dataclasses.replace(
             self._rollout_facts,
             compute_dtype=", ".join(sorted(dtypes)),
-            quantization=upstream_vllm.quantization(policy) if self._starts_engine else None,
+            quantization=upstream_vllm.quantization_of(policy) if self.args.use_vllm else None,
         )
         self._rollout_plan = self._resolve_rollouts(self.args)
+        if self.args.use_vllm:  # a server, too, holds one tensor for a tie
+            check_ties(policy)
+            if not self._starts_engine:
+                check_stock_sync(policy)
         self._card = self._build_card(policy)
         self._weight_sync = WeightSync(policy, budget_setting(self.args, "verify_weight_sync"))
         if self.ref_model in self._parked:
@@ -131,15 +145,14 @@ class ColocatedTrainer(CheckedTrainer):
         if not self._starts_engine:
             self._card.enter(Phase.SCORE)
             return
-        if self._merges_adapters:
+        if self._rollout_facts.is_adapter:
             check_adapters(policy)
-        reads_parked = self._rollout_plan.parks and not self._rollout_facts.is_adapter
         settings = EngineSettings(
             sleeps=self._rollout_plan.sleeps,
             dtype=self._rollout_facts.compute_dtype if self._rollout_plan.shares else None,
             start=self._begin_engine,
             adopt=self._adopt_engine,
-            weights=self._policy_weights if reads_parked or self._merges_adapters else None,
+            weights=self._policy_weights if self._rollout_plan.parks or self._rollout_facts.is_adapter else None,
             after_sync=self._verify_sync,
             build=self._engine_class,
         )
@@ -148,16 +161,11 @@ class ColocatedTrainer(CheckedTrainer):
         self._engine = self.vllm_generation = ColocatedGeneration(settings, self._card, **arguments)
         self._last_loaded_step = -1
 
-    @property
-    def _merges_adapters(self) -> bool:
-        """Whether adapters are merged layer by layer; TRL merges those of a quantized base, whose sums are its own."""
-        return self._rollout_facts.is_adapter and self._rollout_facts.quantization is None
-
     def _policy_weights(self) -> Generator[tuple[str, Tensor]]:
         """Names and values of the weights that vLLM is to hold, from wherever the policy is."""
         policy, parked = self.model, self._parked_policy
         assert policy is not None
-        if self._merges_adapters:
+        if self._rollout_facts.is_adapter:
             yield from merged_weights(policy, parked)
         else:
             yield from named_values(policy) if parked is None or not parked.is_parked else parked.host_tensors()
@@ -171,12 +179,15 @@ class ColocatedTrainer(CheckedTrainer):
             POLICY,
             keeps=lambda tensor: not isinstance(tensor, nn.Parameter) or (has_ddp and tensor.requires_grad),
             device_type=self.args.device.type,
+            pin=locks_pages(self.args),
         )
         scoring: dict[str, Any] = {"reference": self.ref_model}
         scoring |= {f"reward model {index}": reward_func for index, reward_func in enumerate(self.reward_funcs)}
         for name, model in scoring.items():
             if isinstance(model, nn.Module):
-                self._parked[model] = ParkedWeights(model, name, device_type=self.args.device.type)
+                self._parked[model] = ParkedWeights(
+                    model, name, device_type=self.args.device.type, pin=locks_pages(self.args)
+                )
         resident = {phase: frozenset({POLICY} if phase in POLICY_PHASES else ()) for phase in Phase}
         return Card([self._parked_policy, *self._parked.values()], resident, self._memory_budget, self._checks.report)
 

@@ -3,7 +3,7 @@
 After every refresh `compute_weights == master_weights.to(dtype)`, bit for bit. What someone else wrote since (a
 checkpoint, the best model, user code, an averaging callback) is found by torch's version counter and, since a write
 through `.data` does not move that, by a checksum. Only elements that differ are adopted: a callback that swaps weights
-out and back again must not cost the masters their low bits.
+out and back again must not cost the masters their low bits. A save in between does not either (`lent_masters.py`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from typing import Any
 from trl import GRPOConfig
 
 from trl_budget.device_memory import parse_bytes
+from trl_budget.errors import SettingsError
+from trl_budget.field_names import names_unknown_fields
 from trl_budget.long_context import (
     ACTIVATION_OFFLOAD,
     check_activation_offload,
@@ -28,11 +30,16 @@ from trl_budget.reuse import REUSE_OLD_LOGPROBS, check_reuse
 from trl_budget.rollout_policy import PARK_POLICY, SHARE_WEIGHTS, VERIFY_SYNC, check_choice
 from trl_budget.row_layout import PADDING_FREE, check_lm_head_chunk_size, check_max_tokens, check_padding_free
 from trl_budget.sharding import OPTIMIZER_SHARDINGS, check_optimizer_sharding
+from trl_budget.whole_numbers import number_or_word
 
 
+@names_unknown_fields
 @dataclass
 class BudgetGRPOConfig(GRPOConfig):
     """Configuration of `BudgetGRPOTrainer`. Every field of `GRPOConfig` keeps its meaning.
+
+    A name that is no field raises `UnknownFieldError`, which says what was meant; a value that cannot work raises
+    `SettingsError`. A field that takes a number takes what Python reads as a whole number, as a string too.
 
     Args:
         optimizer_placement: where AdamW's fp32 master weights and moments live and are stepped. "host": on the CPU,
@@ -89,7 +96,12 @@ class BudgetGRPOConfig(GRPOConfig):
             length of the rows; twice that under `cast_lm_head_to_fp32`. The fp32 gradients of its hidden states (4
             bytes per token and hidden unit) and of its weights (4 bytes each, where trained) stay. Log-probs and
             gradients change by the rounding of fp32 sums over the tiles. None: TRL's own.
-        device_memory_budget: train as if the card had this much memory, vLLM included: "16GiB" or bytes.
+        pin_host_memory: whether the host memory of masters, moments, gradient staging, offloaded activations and
+            parked weights is page-locked. False: it stays pageable, for machines that page-lock little of it (WSL2,
+            some containers, `ulimit -l`). Copies are then slower and hold up the host; how much is measured when the
+            trainer is built and printed. The numbers are the same. No effect without CUDA.
+        device_memory_budget: train as if the card had this much memory, vLLM included: "16GiB", which "16G" means
+            too, "16GB" in powers of 1000, or a number of bytes; a small number without a unit is refused.
             `vllm_gpu_memory_utilization` is then a share of it. None: the whole card. No effect without CUDA.
     """
 
@@ -189,11 +201,18 @@ class BudgetGRPOConfig(GRPOConfig):
             "choices": list(VERIFY_SYNC),
         },
     )
-    lm_head_chunk_size: int | None = field(
+    lm_head_chunk_size: int | str | None = field(
         default=None,
         metadata={
             "help": "How many vocabulary entries TRL's fused LM head takes at a time: a tile of logits holds 4096 "
             "tokens times this many, 2 bytes each. None: TRL's own 32768, 256 MiB."
+        },
+    )
+    pin_host_memory: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether host memory that is copied to or from the GPU is page-locked. False: it stays pageable, "
+            "for machines that page-lock little of it (WSL2, some containers); copies are slower."
         },
     )
     device_memory_budget: str | None = field(
@@ -207,16 +226,12 @@ class BudgetGRPOConfig(GRPOConfig):
         super().__post_init__()
         check_optimizer_placement(self.optimizer_placement)
         check_gradient_placement(self.gradient_placement)
-        budget = self.max_tokens_per_microbatch
-        if isinstance(budget, str) and budget.isdecimal():
-            self.max_tokens_per_microbatch = int(budget)
-        elif isinstance(budget, str) and budget.lower() == "none":
-            self.max_tokens_per_microbatch = None
+        self.max_tokens_per_microbatch = number_or_word(self.max_tokens_per_microbatch)
         check_max_tokens(self.max_tokens_per_microbatch)
         check_activation_offload(self.activation_offload)
-        self.tiled_mlp = tile = _number_or_word(self.tiled_mlp)
+        self.tiled_mlp = tile = _number_or_off(self.tiled_mlp)
         check_tiled_mlp(tile)
-        self.attention_head_groups = groups = _number_or_word(self.attention_head_groups)
+        self.attention_head_groups = groups = _number_or_off(self.attention_head_groups)
         check_attention_head_groups(groups)
         check_padding_free(self.padding_free)
         check_reuse(self.reuse_old_logprobs)
@@ -224,19 +239,25 @@ class BudgetGRPOConfig(GRPOConfig):
         check_choice("park_policy_during_rollout", self.park_policy_during_rollout, PARK_POLICY)
         check_choice("share_vllm_weights", self.share_vllm_weights, SHARE_WEIGHTS)
         check_choice("verify_weight_sync", self.verify_weight_sync, VERIFY_SYNC)
+        self.lm_head_chunk_size = number_or_word(self.lm_head_chunk_size)
         check_lm_head_chunk_size(self.lm_head_chunk_size)
+        _check_pin_host_memory(self.pin_host_memory)
         if self.device_memory_budget is not None:
             parse_bytes(self.device_memory_budget)
 
 
-def _number_or_word(value: int | str | None) -> int | str:
-    """The value of a field that takes a number or a word: argparse hands both over as strings.
+def _number_or_off(value: int | str | None) -> int | str:
+    """A number or a word; None, without which `HfArgumentParser` would take numbers only, stands for "off"."""
+    value = number_or_word(value)
+    return "off" if value is None else value
 
-    None stands for "off". Without None in a field's type `HfArgumentParser` would take numbers only.
-    """
-    if value is None:
-        return "off"
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+def _check_pin_host_memory(requested: object) -> None:
+    if not isinstance(requested, bool):
+        raise SettingsError(
+            f"pin_host_memory={requested!r} is neither True nor False. Host memory is page-locked or it is not. "
+            "Set pin_host_memory to True, or to False where the machine refuses to page-lock it."
+        )
 
 
 def budget_setting(args: GRPOConfig, name: str) -> Any:

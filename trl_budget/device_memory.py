@@ -22,28 +22,35 @@ LEAST_BUDGET_BYTES = GIB
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
+    for suffix, base in (("", 1024), ("b", 1000), ("i", 1024), ("ib", 1024))
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(value: str | int) -> int:
+def parse_bytes(value: str | float) -> int:
     """Bytes that `value` stands for.
 
     Args:
-        value: a number of bytes, or a number with a unit: `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), `kB`, `MB`,
-            `GB`, `TB` (powers of 1000). Case and spaces do not matter; parts of a byte are dropped.
+        value: a number with a unit, or a number of bytes that is at least `LEAST_BUDGET_BYTES`. `KiB`, `MiB`, `GiB`,
+            `TiB`, their short forms `Ki` and so on, and the letters `K`, `M`, `G`, `T` alone are powers of 1024; `kB`,
+            `MB`, `GB`, `TB` powers of 1000; `B` is a byte. Case and spaces do not matter; parts of a byte are dropped.
 
     Raises:
-        SettingsError: `value` is none of these, or not positive.
+        SettingsError: `value` is none of these, or not positive, or a small number without a unit.
     """
-    match = _SIZE.fullmatch(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else None
+    match = _SIZE.fullmatch(str(value))
     unit = match[2].lower() if match else ""
     nbytes = int(Fraction(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
     if nbytes <= 0:
         raise SettingsError(
-            f"{value!r} is no size in bytes. A size is a positive number with a unit, KiB to TiB for powers of 1024 "
-            "and kB to TB for powers of 1000, or a number of bytes. Write '16GiB', '24 GB' or 17179869184."
+            f"{value!r} is no size in bytes. A size is a positive number with a unit, KiB to TiB or K to T for powers "
+            "of 1024 and kB to TB for powers of 1000, or a number of bytes. Write '16GiB', '24 GB' or 17179869184."
+        )
+    if match and not unit and nbytes < LEAST_BUDGET_BYTES:
+        unit = "GiB" if nbytes < 2**10 else "MiB" if nbytes < 2**20 else "KiB"
+        raise SettingsError(
+            f"{value!r} is a size without a unit, {nbytes} bytes. No card has so few, so another unit must have been "
+            f"meant. Set device_memory_budget='{match[1].removesuffix('.0')}{unit}' if that is what you meant."
         )
     return nbytes
 

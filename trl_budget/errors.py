@@ -8,6 +8,10 @@ class SettingsError(ValueError):
     """A setting, or a combination of settings, that cannot work."""
 
 
+class UnknownFieldError(SettingsError, TypeError):
+    """A field that the configuration does not have; a `TypeError` too, as for any unknown keyword."""
+
+
 class HostMemoryError(RuntimeError):
     """The machine refused host memory, or refused to page-lock it."""
 
@@ -18,6 +22,10 @@ class UpstreamMovedError(RuntimeError):
 
 class NonFiniteGradientError(RuntimeError):
     """Too many optimizer steps in a row were skipped because the gradient norm was infinite or NaN."""
+
+
+class HalfSteppedError(RuntimeError):
+    """An optimizer step, or the load of its state, ended midway: the weights are of different steps."""
 
 
 class UnservedAttentionError(NotImplementedError):

@@ -1,4 +1,4 @@
-"""A model of any dtype computes in fp32 for a moment, with the fp32 copy of one module's weights at a time.
+"""A model of any dtype computes in fp32 for a moment, with the fp32 copy of one layer's weights at a time.
 
 For trial forwards, whose differences bf16 would hide: rounding moves log-probs by 1e-2 there, by 1e-6 here. No
 parameter is written or moved; modules see other tensors in their place while they run.
@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 _LIFTED = (torch.bfloat16, torch.float16)
 
@@ -21,8 +22,8 @@ _LIFTED = (torch.bfloat16, torch.float16)
 def in_fp32(model: nn.Module) -> Iterator[None]:
     """Forwards of `model` compute in fp32 meanwhile, without autocast and without TF32.
 
-    Costs 4 bytes for each weight of the module that runs, beside the model; what a module reads of another one's
-    weights, such as TRL's fused head of the LM head's, keeps its dtype.
+    Costs 4 bytes for each weight of the decoder layer that runs, beside the model. What is read of a module that does
+    not run, outside the decoder layers, keeps its dtype, as TRL's fused head reads the LM head's weights.
 
     Args:
         model: on any device; weights that are neither bf16 nor fp16, quantized ones among them, stay as they are.
@@ -32,12 +33,10 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     handles: list[RemovableHandle] = []
     lifted: list[_Lifted] = []
     try:
-        for module in model.modules():
-            weights = {name: p for name, p in module.named_parameters(recurse=False) if p.dtype in _LIFTED}
-            buffers = {name: b for name, b in module.named_buffers(recurse=False) if b.dtype in _LIFTED}
-            if weights or buffers:
-                lifted.append(_Lifted(module, weights, buffers))
-                handles += lifted[-1].attach()
+        for runner, owners in _runners(model):
+            lifted.append(_Lifted(owners))
+            handles.append(runner.register_forward_pre_hook(lifted[-1].lift, prepend=True))
+            handles.append(runner.register_forward_hook(lifted[-1].lower, always_call=True))
         torch.set_float32_matmul_precision("highest")
         with torch.autocast(device_type, enabled=False):
             yield
@@ -45,33 +44,49 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         for handle in handles:
             handle.remove()
-        for owner in lifted:
-            owner.restore()
+        for weights in lifted:
+            weights.lower()
+
+
+def _runners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Modules that run, and the modules whose weights are fp32 meanwhile: decoder layers whole, the others alone.
+
+    Within a layer a module may read another's weights (Mamba's `dt_proj.weight @ x`, or a cast to its dtype).
+    """
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+            yield module, list(module.modules())
+            inside.update(module.modules())
+        elif module not in inside:
+            yield module, [module]
 
 
 class _Lifted:
-    """One module whose own weights are fp32 while it runs."""
+    """Weights and buffers of some modules that are fp32 while one of them runs."""
 
-    def __init__(self, module: nn.Module, weights: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
-        self._module = module
-        self._weights = weights
-        self._buffers = buffers
-
-    def attach(self) -> list[RemovableHandle]:
-        return [
-            self._module.register_forward_pre_hook(self._lift, prepend=True),
-            self._module.register_forward_hook(self._lower, always_call=True),
+    def __init__(self, owners: list[nn.Module]) -> None:
+        self._weights = [
+            (owner, name, weight)
+            for owner in owners
+            for name, weight in owner.named_parameters(recurse=False)
+            if weight.dtype in _LIFTED
+        ]
+        self._buffers = [
+            (owner, name, buffer)
+            for owner in owners
+            for name, buffer in owner.named_buffers(recurse=False)
+            if buffer.dtype in _LIFTED
         ]
 
-    def _lift(self, *_: Any) -> None:
-        for name, weight in self._weights.items():
-            self._module._parameters[name] = nn.Parameter(weight.detach().float(), requires_grad=False)
-        for name, buffer in self._buffers.items():
-            self._module._buffers[name] = buffer.float()
+    def lift(self, *_: Any) -> None:
+        for owner, name, weight in self._weights:
+            owner._parameters[name] = nn.Parameter(weight.detach().float(), requires_grad=False)
+        for owner, name, buffer in self._buffers:
+            owner._buffers[name] = buffer.float()
 
-    def _lower(self, *_: Any) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        self._module._parameters.update(self._weights)
-        self._module._buffers.update(self._buffers)
+    def lower(self, *_: Any) -> None:
+        for owner, name, weight in self._weights:
+            owner._parameters[name] = weight
+        for owner, name, buffer in self._buffers:
+            owner._buffers[name] = buffer

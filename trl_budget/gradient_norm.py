@@ -45,6 +45,11 @@ def row_norms(flat: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def is_finite(gradient: Tensor) -> bool:
+    """Whether no element is infinite or NaN; of any device and shape. Reads up to the first block that has one."""
+    return all(bool(torch.isfinite(block).all()) for block in gradient.reshape(-1).split(BLOCK_ELEMENTS))
+
+
 def is_measured_in_rows(parameter: Tensor) -> bool:
     """Whether stock would measure the parameter's gradient on a GPU."""
     return parameter.device.type != "cpu"

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -26,19 +26,22 @@ from trl_budget.errors import NonFiniteGradientError, SettingsError
 from trl_budget.grad_offload import BackwardHooks, GradientAccumulator, GradientCollector
 from trl_budget.gradient_stream import GradientStream
 from trl_budget.host_threads import background_thread, step_threads
+from trl_budget.lent_masters import masters_of_present_weights
 from trl_budget.optimizer_state import (
-    UNSERVED_FLAGS,
     check_arguments,
     check_group,
     check_loadable,
     load_slot,
+    step_settings,
     torch_defaults,
 )
 from trl_budget.parameter_slots import ParameterSlot, check_parameter, steps_in_place
 from trl_budget.pinned import ParameterSlabs
 from trl_budget.placement import check_gradient_placement
+from trl_budget.state_edits import follow_edits, follow_storage, publish, saved_entry
 from trl_budget.streams import CopyEngines
 from trl_budget.team import Arrivals, broadcast_untrained, join_team
+from trl_budget.unfinished_steps import UnfinishedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +55,28 @@ class HostAdamW(torch.optim.Optimizer):
     """AdamW whose state and arithmetic live in host memory; the device keeps the compute weights only.
 
     `loss.backward(); optimizer.step()` is the whole protocol. To clip in between, call `optimizer.clip_grad_norm_`:
-    torch's `clip_grad_norm_` reads `parameter.grad`, which has left. When a backward ends, the gradients move to fp32
-    accumulators on the host and `parameter.grad` becomes None; `step()` runs AdamW on the fp32 masters and writes
-    `master_weights.to(parameter.dtype)` back, before it returns. A parameter that is fp32 and on the CPU is stepped in
-    place: no second copy, and its gradient stays in `parameter.grad`, as with torch's optimizer.
+    torch's `clip_grad_norm_` reads `parameter.grad`, which has left; `editable_gradients()` brings it back for a
+    while. `optimizer.zero_grad()` drops what has left, a module's own `zero_grad()` does not reach it. When a backward
+    ends, the gradients move to fp32 accumulators on the host and `parameter.grad` becomes None; `step()` runs AdamW on
+    the fp32 masters and writes `master_weights.to(parameter.dtype)` back, before it returns. A parameter that is fp32
+    and on the CPU is stepped in place: no second copy, and its gradient stays in `parameter.grad`, as with torch's
+    optimizer.
 
     `state[p]` holds `step` (fp32 scalar), `exp_avg`, `exp_avg_sq` and `master_weights` (fp32, host, `p`'s shape;
-    page-locked when `p` is on CUDA). A step whose gradient norm is infinite or NaN is skipped and reported; the tenth
-    in a row raises.
+    page-locked when `p` is on CUDA). Entries may be deleted and tensors replaced, as with torch's optimizer: before
+    the next step a missing entry starts anew and a replaced tensor's values are copied. A step with an infinite or NaN
+    gradient is skipped and reported; the tenth in a row raises. After an error or an interrupt inside a step, `step`,
+    `clip_grad_norm_` and `state_dict` refuse until a whole state has been loaded, see `check_whole`.
 
     In a process group of several ranks, the ranks share the optimizer: `step()` and `clip_grad_norm_`, whichever comes
     first, make the mean gradient over all ranks, as DDP does, and no parameter is stepped in place. Construction and
-    every method that changes state are collective; all ranks start from rank 0's weights.
+    every method that changes state are collective; all ranks start from rank 0's weights, and edits of `state` must be
+    made on every rank alike.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer. fp32 or bf16, contiguous,
             on the CPU or CUDA. Frozen ones get no state until they require gradients.
-        lr: learning rate.
+        lr: learning rate; a tensor of one element as well, unless the implementation is "foreach" (as torch).
         betas: coefficients of the running averages.
         eps: term added to the denominator.
         weight_decay: decoupled weight decay.
@@ -77,7 +85,8 @@ class HostAdamW(torch.optim.Optimizer):
         master_weights: fp32 host tensors to keep as masters, of parameters that have been cast already; each such
             parameter is overwritten with their cast. Parameters that are missing get `p.float()`.
         parameter_names: names used in errors and warnings; `param_names` of the groups are used otherwise.
-        pin_memory: page-lock the state of CUDA parameters. False costs transfer speed and exists to measure it.
+        pin_memory: page-lock the state of CUDA parameters and the staging of their gradients. False costs transfer
+            speed, for machines that page-lock little memory (WSL2, some containers). Kept as `pin_memory`.
         sharding: with several ranks, which ranks of a node keep and step the optimizer, see `BudgetGRPOConfig`.
         gradient_placement: "device": gradients stay in `parameter.grad` until their backward ends, then move. "host":
             each leaves as soon as backward has made it, and is summed while backward goes on. "auto": host if a
@@ -93,7 +102,7 @@ class HostAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -108,10 +117,12 @@ class HostAdamW(torch.optim.Optimizer):
         check_arguments(implementation)
         check_gradient_placement(gradient_placement)
         self.implementation = implementation
+        self.pin_memory = pin_memory
         self.num_consecutive_skipped_steps = 0
         self._given_masters = master_weights
         self._names = dict(parameter_names or {})
         self._slots: dict[Parameter, ParameterSlot] = {}
+        self._unfinished = UnfinishedSteps()
         self._team = join_team(sharding)
         self._host_state = self._team.host_state(pin_memory=pin_memory)
         self._engines = CopyEngines(pin=pin_memory)
@@ -142,9 +153,10 @@ class HostAdamW(torch.optim.Optimizer):
         Raises:
             SettingsError: a hyperparameter or parameter that cannot be served; the group has not been added then.
         """
+        self._follow_edits()
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1], self.implementation)
             if self._is_built:
                 self._build_slots()
         except Exception:
@@ -164,6 +176,7 @@ class HostAdamW(torch.optim.Optimizer):
         check_arguments(implementation)
         with self._team.reporting("regroup parameters"):
             self._gradients.wait()
+        self._follow_edits()
         self.implementation = implementation
         self.defaults.update(torch_defaults(implementation, **defaults))
         self.param_groups.clear()
@@ -175,8 +188,8 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _drop_slots(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
-            del self._slots[parameter]
-            del self.state[parameter]
+            self._unfinished.forget(self._slots.pop(parameter))
+            self.state.pop(parameter, None)
 
     @property
     def host_bytes(self) -> int:
@@ -201,8 +214,16 @@ class HostAdamW(torch.optim.Optimizer):
 
     # Gradients
 
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether `parameter.grad` of any trained parameter is None after a backward."""
+        return bool(self._separate_slots())
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of the running step, or sets them to zero, on the device and in the accumulators.
+
+        Zeros are gradients: as with torch's optimizer, a parameter that had a gradient since they were last dropped,
+        a step that has used it up included, is stepped with them (momentum, weight decay).
 
         Raises:
             HostThreadError: summing them had failed and nobody has been told; they are dropped.
@@ -223,7 +244,8 @@ class HostAdamW(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | Tensor | None = None) -> Tensor:
         """Clips a gradient norm as `torch.nn.utils.clip_grad_norm_` does and returns the norm before.
 
-        A norm that is infinite or NaN scales nothing: the step that follows is skipped.
+        Gradients that are not finite are not scaled: the step that follows is skipped. Where they are finite and only
+        their norm overflows fp32, the factor is 0, as torch's: the step follows momentum and weight decay alone.
 
         Args:
             max_norm: upper bound of the norm; `inf` only measures.
@@ -233,11 +255,39 @@ class HostAdamW(torch.optim.Optimizer):
 
         Returns:
             fp32 scalar on the host: the norm before clipping.
+
+        Raises:
+            HalfSteppedError: an earlier step ended midway.
         """
         chosen = self._parameters() if parameters is None else parameters
         with self._team.reporting("clip gradients"):
+            self._unfinished.check()
             self._collect_gradients()
             return self._gradients.clip(max_norm, [chosen] if isinstance(chosen, Tensor) else chosen)
+
+    @contextmanager
+    def editable_gradients(self) -> Iterator[None]:
+        """Inside, `parameter.grad` of every trained parameter is its gradient so far, clipping included.
+
+        In the parameter's dtype and on its device, or None where it has none. In-place edits, other tensors, None
+        (the parameter is not stepped) and gradients of parameters that had none are taken over when the block ends
+        without an error, and `parameter.grad` is None again. Elements that were not edited keep every fp32 bit. A
+        norm that was measured before is measured again; what was edited is not clipped again. Parameters that are
+        stepped in place have their gradient in `parameter.grad` anyway.
+
+        With several ranks, `parameter.grad` is this rank's own sum before clipping or measuring, and the mean over
+        all ranks from then on, as under DDP; the block is collective then, and all ranks must make the same edits.
+
+        Takes device memory for all gradients: the bytes of the trained weights (2 for each of a bf16 policy, 7.5 GiB
+        for 4 billion), and two copies of them over the bus.
+
+        Raises:
+            SettingsError: a backward, a clip or a step inside; gradients that differ between ranks at the end.
+        """
+        with self._team.reporting("lend gradients"):
+            self._collect_gradients()
+            with self._team.loan(self._separate_slots(), self._gradients).lent():
+                yield
 
     def _collect_gradients(self) -> None:
         self._build_slots()
@@ -257,25 +307,32 @@ class HostAdamW(torch.optim.Optimizer):
 
         The new weights are in place, for every stream, when this returns. Gradients on the host are dropped; `p.grad`
         of parameters stepped in place stays, as with torch's optimizer.
+
+        Raises:
+            HalfSteppedError: an earlier step ended midway.
+            NonFiniteGradientError: this is the tenth step in a row that was skipped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._team.reporting("collect gradients"):
+            self._unfinished.check()
+            settings = [step_settings(group, self.implementation) for group in self.param_groups]
             self._collect_gradients()
             norm = self._gradients.norm().item()
-        if not math.isfinite(norm):
+            is_finite = self._gradients.are_finite(norm)
+        if not is_finite:
             self._skip_step(norm)
             return loss
         self.num_consecutive_skipped_steps = 0
         self.adopt_external_writes()
-        groups = [(group, self._slots_with_gradient(group)) for group in self.param_groups]
-        stepped = [slot for _, slots in groups for slot in slots]
-        with self._team.stepping(stepped) as arrivals:
+        groups = [self._slots_with_gradient(group) for group in self.param_groups]
+        stepped = [slot for slots in groups for slot in slots]
+        with self._unfinished.during("An optimizer step", stepped), self._team.stepping(stepped) as arrivals:
             self._begin_upload()
-            for group, slots in groups:
-                self._step_group(group, [slot for slot in slots if slot.is_stepped_here], arrivals)
+            for values, slots in zip(settings, groups, strict=True):
+                self._step_group(values, [slot for slot in slots if slot.is_stepped_here], arrivals)
             self._receive(arrivals.all())
             self._finish_upload(stepped)
         self._gradients.forget()
@@ -284,15 +341,7 @@ class HostAdamW(torch.optim.Optimizer):
     def _slots_with_gradient(self, group: dict[str, Any]) -> list[ParameterSlot]:
         return [slot for p in group["params"] if (slot := self._slots.get(p)) and slot.gradient is not None]
 
-    def _step_group(self, group: dict[str, Any], slots: Sequence[ParameterSlot], arrivals: Arrivals) -> None:
-        settings = {
-            "foreach": self.implementation == "foreach",
-            "fused": self.implementation == "fused",
-            "beta1": group["betas"][0],
-            "beta2": group["betas"][1],
-            **{key: group[key] for key in ("lr", "eps", "weight_decay")},
-            **dict.fromkeys(UNSERVED_FLAGS, False),
-        }
+    def _step_group(self, settings: dict[str, Any], slots: Sequence[ParameterSlot], arrivals: Arrivals) -> None:
         flat = [(slot, cast(Tensor, slot.gradient).reshape(-1)) for slot in slots]
         blocks = [(*pair, start) for pair in flat for start in range(0, pair[1].numel(), BLOCK_ELEMENTS)]
         num_open = Counter(slot for slot, *_ in blocks)
@@ -359,6 +408,17 @@ class HostAdamW(torch.optim.Optimizer):
             self.num_consecutive_skipped_steps,
         )
 
+    def check_whole(self) -> None:
+        """Refuses weights of which some were stepped and others not; to be asked before the model alone is saved.
+
+        Loading a whole state (`load_state_dict`, with masters) mends it; where a parameter is its own master, the
+        model's weights have to be loaded as well. Not collective.
+
+        Raises:
+            HalfSteppedError: names the operation that ended midway and what to load.
+        """
+        self._unfinished.check()
+
     # Compute weights
 
     @torch.no_grad()
@@ -392,6 +452,22 @@ class HostAdamW(torch.optim.Optimizer):
         self._refresh(changed)  # an element may have been widened by `model.float()`
         return adopted
 
+    def master_weights(self, parameter: Parameter) -> Tensor | None:
+        """The fp32 master of a parameter, host, to be read; None where it has no host state yet."""
+        slot = self._slots.get(parameter)
+        return slot.master_weights if slot is not None else None
+
+    @contextmanager
+    def masters_of_present_weights(self) -> Iterator[None]:
+        """As `adopt_external_writes`, for the length of the block: for a file written beside the weights as they are.
+
+        The masters are their own again afterwards, bit for bit, so weights that are put back are not adopted.
+        """
+        with self._team.reporting("lend masters"):
+            self.follow_parameters()
+        with masters_of_present_weights(self._separate_slots(), self._compute_weights, self._team):
+            yield
+
     @torch.no_grad()
     def set_master_weights(self, weights: Iterable[tuple[Parameter, Tensor]]) -> None:
         """Copies values into masters and refreshes the compute weights; moments and steps stay.
@@ -400,6 +476,7 @@ class HostAdamW(torch.optim.Optimizer):
             weights: parameters and their new values, any floating dtype, the parameter's shape. Parameters without
                 host state are left out.
         """
+        self._follow_edits()
         written = []
         with self._team.together("set master weights"):
             for parameter, values in weights:
@@ -414,14 +491,20 @@ class HostAdamW(torch.optim.Optimizer):
         broadcast_untrained(self._team, model)
 
     def follow_parameters(self) -> None:
-        """Follows parameters stepped in place whose storage was replaced (`parameter.data = ...`).
+        """Follows parameters stepped in place whose storage was replaced (`parameter.data = ...`), and edited state.
 
         Raises:
-            SettingsError: such a parameter left the CPU or fp32, and took its master weights with it.
+            SettingsError: such a parameter left the CPU or fp32, and took its master weights with it; or an entry of
+                `state` holds something that AdamW cannot step.
         """
         for slot in self._slots.values():
-            if slot.follow_parameter():
-                self._publish(slot)
+            follow_storage(self.state, slot)
+        self._follow_edits()
+
+    def _follow_edits(self) -> None:
+        """Takes edits of `state` over; masters that the user has replaced become the weights."""
+        if written := follow_edits(self.state, self._slots, self._team):
+            self._refresh([slot for slot in written if not slot.is_in_place])
 
     @torch.no_grad()
     def _refresh(self, slots: Sequence[ParameterSlot]) -> None:
@@ -461,7 +544,8 @@ class HostAdamW(torch.optim.Optimizer):
             built = self._host_state.build(names, given, self._gradients.collector.staging_bytes(separate))
         self._slots.update(built)
         for slot in built.values():
-            self._publish(slot)
+            if not self.state.get(slot.parameter):  # what the user has put there is followed before the step
+                publish(self.state, slot)
             self._hooks.attach(slot.parameter)
         self._gradients.collector.prepare(built.values())
         self._refresh([slot for slot in built.values() if not slot.is_in_place])
@@ -473,14 +557,6 @@ class HostAdamW(torch.optim.Optimizer):
             names.update(zip(group["params"], group.get("param_names", ()), strict=False))
         names.update(self._names)
         return {p: names[p] for p in parameters}
-
-    def _publish(self, slot: ParameterSlot) -> None:
-        self.state[slot.parameter] = {
-            "step": slot.step,
-            "exp_avg": slot.exp_avg,
-            "exp_avg_sq": slot.exp_avg_sq,
-            "master_weights": slot.master_weights,
-        }
 
     def _parameters(self) -> list[Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -494,14 +570,33 @@ class HostAdamW(torch.optim.Optimizer):
         """Torch's format, with `master_weights` beside the moments where the parameter is not its own master.
 
         The tensors are views of the live slabs: save or copy them before the next step. Complete on every rank, the
-        ranks' own included that other ranks step.
+        ranks' own included that other ranks step. Edits of `state` are shown as they stand; an entry that was deleted
+        has zeros, and the masters that it keeps. Not collective.
+
+        Raises:
+            HalfSteppedError: a step ended midway.
+            SettingsError: an entry of `state` holds something that AdamW cannot step.
         """
+        self._unfinished.check()
         state_dict = super().state_dict()
+        entries = state_dict["state"]
         for index, parameter in enumerate(self._parameters()):
-            if parameter in self._slots and self._slots[parameter].is_in_place:
-                entry = state_dict["state"][index]
-                state_dict["state"][index] = {k: v for k, v in entry.items() if k != "master_weights"}
+            if (slot := self._slots.get(parameter)) is not None:
+                entries[index] = saved_entry(entries.get(index), slot)
         return state_dict
+
+    def __getstate__(self) -> NoReturn:
+        """Refuses `copy` and `pickle`, which torch's optimizers allow.
+
+        Raises:
+            SettingsError: always.
+        """
+        raise SettingsError(
+            f"A HostAdamW of {len(self._slots)} parameters was to be copied or pickled. Its slabs, hooks and threads "
+            "serve those very parameters, and a copy would step them with masters of its own. Keep "
+            "copy.deepcopy(optimizer.state_dict()), and load it with load_state_dict into a HostAdamW that is built "
+            "for the copied model."
+        )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -516,16 +611,22 @@ class HostAdamW(torch.optim.Optimizer):
         loaded = state_dict["state"]
         with self._team.reporting("load a state"):
             self._build_slots()
-            check_loadable(state_dict, [self._slots.get(p) for p in self._parameters()])
+            check_loadable(state_dict, [self._slots.get(p) for p in self._parameters()], self.implementation)
+        self._follow_edits()
         state = self.state
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.state = state
+        try:
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        finally:  # after an interrupt too: entries that are gone start anew
+            self.state = state
         self.adopt_external_writes(is_expected=True)
-        with self._team.together("load a state"):
-            for index, parameter in enumerate(self._parameters()):
-                if parameter in self._slots:
-                    load_slot(self._slots[parameter], loaded.get(index))
-        self._refresh(self._separate_slots())
+        entries = {self._slots[p]: loaded.get(i) for i, p in enumerate(self._parameters()) if p in self._slots}
+        with self._unfinished.during("Loading a state", entries):
+            with self._team.together("load a state"):
+                for slot, entry in entries.items():
+                    load_slot(slot, entry)
+            self._refresh(self._separate_slots())
+        for slot, entry in entries.items():
+            self._unfinished.loaded(slot, with_masters=entry is not None and "master_weights" in entry)
         self._gradients.forget()
 
 

@@ -1,7 +1,8 @@
 """Activations that spend the time from their forward to their backward in host memory.
 
-A stack in one page-locked slab: activations are laid on top in forward and taken from the top in backward, each one
-begins to come back while the layer above it runs. On the device stay the last one kept and the next one wanted.
+A stack in one slab, page-locked unless told otherwise: activations are laid on top in forward and taken from the top
+in backward, each one begins to come back while the layer above it runs. On the device stay the last one kept and the
+next one wanted.
 The order of the copies is `activation_streams.py`'s. Bit-exact: bytes are moved.
 """
 

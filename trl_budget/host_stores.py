@@ -20,14 +20,16 @@ class HostStores:
     Args:
         device: where activations live.
         capacity_bytes: host memory of the first store, taken now.
+        pin: page-lock it, and that of stores to come; None: on CUDA.
 
     Raises:
         HostMemoryError: the machine refused the memory, or to page-lock it.
     """
 
-    def __init__(self, device: torch.device, capacity_bytes: int) -> None:
+    def __init__(self, device: torch.device, capacity_bytes: int, *, pin: bool | None = None) -> None:
         self._device = device
-        self._current = HostStore(device, capacity_bytes)
+        self._pin = pin
+        self._current = HostStore(device, capacity_bytes, pin=pin)
         self._stores = [self._current]
 
     @property
@@ -51,7 +53,7 @@ class HostStores:
         free = [store for store in self._stores if store.can_reserve(num_bytes)]
         store = max(free, key=lambda store: store.host_bytes, default=None)  # the one that need not grow, if any
         if store is None:
-            store = HostStore(self._device, 0)
+            store = HostStore(self._device, 0, pin=self._pin)
             self._stores.append(store)
         self._current = store
         store.reserve(num_bytes)

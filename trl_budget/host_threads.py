@@ -27,6 +27,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from trl_budget.cgroups import MEMBERSHIP, MOUNT, cpu_time_cores
 from trl_budget.errors import SettingsError
 
 Item = TypeVar("Item")
@@ -196,36 +197,15 @@ def host_thread_count(environment: Mapping[str, str] = os.environ, num_cores: in
     return min(share, int(wished))
 
 
-def container_cores(folder: Path, *files: str) -> int | None:
-    """Whole cores that a container's limit of CPU time is worth, at least 1; None without a limit.
-
-    A container of 8 cores on a machine of 64 may run on all 64, until its time of a period is used up; then all of its
-    threads stand still, the one that feeds the GPU too. A limit that cannot be read is none.
+def usable_cores(cgroups: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
+    """Cores that this process may run on, or those that a limit on its CPU time is worth if that is less.
 
     Args:
-        folder: the cgroup's folder.
-        files: names of those that hold the time and the period, in microseconds.
+        cgroups: where cgroups of version 2 are mounted, or the controllers of version 1.
+        membership: the file that names this process' groups.
     """
-    try:
-        quota, period = " ".join((folder / name).read_text() for name in files).split()
-    except (OSError, ValueError):
-        return None
-    if not (quota.isdigit() and period.isdigit()) or "0" in (quota, period):
-        return None
-    return max(1, int(quota) // int(period))
-
-
-def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may run on, or those that its container's limit of CPU time is worth if that is less.
-
-    Args:
-        cgroups: where the container's own cgroup is mounted, of version 2, or the controllers of version 1.
-    """
-    limits = (
-        container_cores(cgroups, "cpu.max"),
-        container_cores(cgroups / "cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
-    )
-    return min([len(os.sched_getaffinity(0)), *(cores for cores in limits if cores is not None)])
+    cores, limit = len(os.sched_getaffinity(0)), cpu_time_cores(cgroups, membership)
+    return cores if limit is None else min(cores, limit)
 
 
 @functools.cache

@@ -91,14 +91,23 @@ class LayerPasses:
         shape: the policy.
         device: where it trains.
         max_tokens: of a pass, for which host memory is taken now; a longer one makes it grow before its first layer.
+        pin: page-lock that memory.
     """
 
-    def __init__(self, levers: MemoryLevers, shape: ModelShape, device: torch.device, max_tokens: int | None) -> None:
+    def __init__(
+        self,
+        levers: MemoryLevers,
+        shape: ModelShape,
+        device: torch.device,
+        max_tokens: int | None,
+        *,
+        pin: bool,
+    ) -> None:
         self._is_on = levers != MemoryLevers()
         self._settings = TileSettings(levers.tile_tokens, levers.num_head_groups)
         self._store: ActivationStore = DeviceStore()
         if levers.offload:
-            self._store = HostStores(device, (max_tokens or 0) * offloaded_bytes_per_token(shape))
+            self._store = HostStores(device, (max_tokens or 0) * offloaded_bytes_per_token(shape), pin=pin)
         self._has_warned = False
 
     def around(self, model: nn.Module) -> AbstractContextManager[None]:

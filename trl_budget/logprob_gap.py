@@ -36,12 +36,13 @@ class LogProbGapGate:
 
     Args:
         limit: mean absolute difference in nats per token, above 0.
+        has_adapters: of the policy, whose weights vLLM never shares, for the error.
 
     Raises:
         SettingsError: `limit` is not a positive number.
     """
 
-    def __init__(self, limit: float = 0.5) -> None:
+    def __init__(self, limit: float = 0.5, *, has_adapters: bool = False) -> None:
         if not 0 < limit < math.inf:
             raise SettingsError(
                 f"The limit of the gap between vLLM's log-probs and the trainer's is {limit}. It is a mean absolute "
@@ -49,6 +50,7 @@ class LogProbGapGate:
                 "engines in bf16."
             )
         self.limit = limit
+        self._has_adapters = has_adapters
         self._gaps: list[float] = []
 
     @property
@@ -86,6 +88,11 @@ class LogProbGapGate:
             f"{before}, and up to {self.threshold:.3f} passes. Different kernels move log-probs by hundredths, a "
             "quantized engine by tenths, so vLLM sampled these completions with other weights than the trainer's: the "
             "gradient would be that of another policy. Set verify_weight_sync='always' to learn which tensor differs "
-            "and share_vllm_weights='off' to copy the weights at every sync; if the weights prove equal, this engine "
-            f"needs a limit above {self.limit:g}."
+            f"{self._remedy}; if the weights prove equal, this engine needs a limit above {self.limit:g}."
         )
+
+    @property
+    def _remedy(self) -> str:
+        if self._has_adapters:  # they are copied at every sync already
+            return "and leave what adapts it out of peft_config, or set use_vllm=False"
+        return "and share_vllm_weights='off' to copy the weights at every sync"

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from trl_budget.activation_memory import MemoryLevers, ModelShape, tokens_that_fit
 from trl_budget.errors import SettingsError
-from trl_budget.placement import ResolvedSetting
+from trl_budget.placement import NOTHING_TRAINED, ResolvedSetting
+from trl_budget.whole_numbers import refuse_other_spellings
 
 ACTIVATION_OFFLOAD = ("auto", "on", "off")
 AUTO_TILE_TOKENS = (8192, 4096, 2048)  # 1.3 to 0.3 GiB for a 4B layer; the host launches each tile's kernels anew
@@ -56,6 +57,7 @@ class LongContextFacts:
         parallelism: FSDP, DeepSpeed or the like, or None.
         num_devices: devices that one process spreads a batch over.
         is_split_over_devices: whether a device map spreads the model.
+        trains_nothing: whether no weight of the policy requires a gradient.
         trial_fault: what a trial run of layers as nodes of their own found wrong.
         tiling_fault: what a trial run of layers in tiles found wrong.
     """
@@ -75,6 +77,7 @@ class LongContextFacts:
     parallelism: str | None = None
     num_devices: int = 1
     is_split_over_devices: bool = False
+    trains_nothing: bool = False
     trial_fault: str | None = None
     tiling_fault: str | None = None
 
@@ -100,6 +103,7 @@ class _Obstacle:
 
 
 _OBSTACLES = (
+    _Obstacle(lambda f: f.trains_nothing, lambda f: f"{NOTHING_TRAINED}, so there is no backward to keep inputs for"),
     _Obstacle(
         lambda f: not f.gradient_checkpointing,
         lambda f: "gradient_checkpointing=False keeps every activation of every layer, not its input alone",
@@ -159,6 +163,7 @@ def check_tiled_mlp(requested: int | str) -> None:
     Raises:
         SettingsError: names the value.
     """
+    refuse_other_spellings(TILES, requested)
     if not _is_choice_or_number(requested):
         raise SettingsError(
             f"tiled_mlp={requested!r} is not a tile. A tile of the sequence holds at least one token. Set tiled_mlp "
@@ -172,6 +177,7 @@ def check_attention_head_groups(requested: int | str) -> None:
     Raises:
         SettingsError: names the value.
     """
+    refuse_other_spellings(GROUPS, requested)
     if not _is_choice_or_number(requested):
         raise SettingsError(
             f"attention_head_groups={requested!r} is not a number of groups. Key/value heads are split into at least "

@@ -6,6 +6,7 @@ it has been copied. Bit-exact: masters are the loaded values, compute weights th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from trl_budget.pinned import ParameterSlabs, check_host_memory
 from trl_budget.sharding import HostMemoryPlan
@@ -63,21 +65,33 @@ def capture_master_weights(model: nn.Module, *, pin: bool, team: OneRank | None 
 def fp32_checkpoint_weights(folder: str, model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """The weights that a checkpoint holds in fp32, read one at a time.
 
-    Loading an fp32 checkpoint into a bf16 policy rounds it; its masters need not be rounded.
+    Loading an fp32 checkpoint into a bf16 policy rounds it; its masters need not be rounded. The checkpoint is the
+    file, or the shards of the index, that transformers loads the policy from; other files in the folder (an average,
+    an export) are not read.
 
     Args:
-        folder: a checkpoint folder with safetensors files; others yield nothing.
+        folder: a checkpoint folder with the policy in safetensors; others yield nothing.
         model: the policy that was loaded from it.
 
     Yields:
         A parameter of the model and its fp32 values, on the host.
     """
     parameters = dict(model.named_parameters())
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in _checkpoint_files(Path(folder)):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
                 if name in parameters and file.get_slice(name).get_dtype() == "F32":
                     yield parameters[name], file.get_tensor(name)
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the model, as transformers looks for them."""
+    whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    if whole.exists():
+        return [whole]
+    if not index.exists():
+        return []
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
 def _cast(parameter: nn.Parameter, name: str, kept: tuple[str, ...]) -> None:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from trl_budget.errors import SettingsError
 from trl_budget.parameter_slots import ParameterSlot
 
@@ -41,16 +43,70 @@ def check_arguments(implementation: str) -> None:
         )
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Refuses hyperparameters that are out of range and variants of AdamW that are not served.
+def learning_rate(value: Any, implementation: str) -> float | Tensor:
+    """A group's learning rate as torch's functional AdamW takes it: a number, or a tensor of no dimension on the host.
+
+    The tensor is not read here: torch's loop computes with it in its dtype, so a number would have other bits.
+
+    Raises:
+        SettingsError: neither a number nor a tensor of one, or a tensor for "foreach", which torch refuses too.
+    """
+    if isinstance(value, int | float):
+        return value
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.dtype.is_complex:
+        raise _wrong_type("lr", value)
+    if implementation == "foreach":
+        raise SettingsError(
+            f"lr={value!r} is a tensor and implementation is 'foreach'. torch's foreach AdamW takes no such learning "
+            "rate. Set implementation to 'fused' or 'loop', or pass lr as a float."
+        )
+    return value.detach().to("cpu").reshape(())
+
+
+def _wrong_type(name: str, value: Any) -> SettingsError:
+    wanted = {"betas": "a pair of floats", "lr": "a float, or a tensor of one element"}.get(name, "a float")
+    return SettingsError(
+        f"{name}={value!r} is of type {type(value).__name__}. AdamW on the host computes with {name} as {wanted}. "
+        f"Set {name} to {wanted}."
+    )
+
+
+def _values_of(name: str, value: Any, implementation: str) -> tuple[float | Tensor, ...]:
+    if name == "lr":
+        return (learning_rate(value, implementation),)
+    values = (value,) if name != "betas" else tuple(value) if isinstance(value, tuple | list) else ()
+    if len(values) != (2 if name == "betas" else 1) or not all(isinstance(v, int | float) for v in values):
+        raise _wrong_type(name, value)
+    return values
+
+
+def step_settings(group: Mapping[str, Any], implementation: str) -> dict[str, Any]:
+    """The keyword arguments with which torch's functional AdamW steps a group.
+
+    Raises:
+        SettingsError: see `learning_rate`.
+    """
+    return {
+        "foreach": implementation == "foreach",
+        "fused": implementation == "fused",
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "lr": learning_rate(group["lr"], implementation),
+        **{key: group[key] for key in ("eps", "weight_decay")},
+        **dict.fromkeys(UNSERVED_FLAGS, False),
+    }
+
+
+def check_group(group: Mapping[str, Any], implementation: str) -> None:
+    """Refuses hyperparameters of a wrong type or out of range, and variants of AdamW that are not served.
 
     Raises:
         SettingsError: names the hyperparameter or the flag.
     """
     for name in ("lr", "eps", "weight_decay", "betas"):
-        values = group[name] if name == "betas" else (group[name],)
+        values = _values_of(name, group[name], implementation)
         upper = 1.0 if name == "betas" else math.inf
-        if not all(isinstance(value, int | float) and 0 <= value < upper for value in values):
+        if not all(0 <= value < upper for value in values):
             raise SettingsError(
                 f"{name}={group[name]} is out of range. AdamW needs numbers: lr, eps and weight_decay >= 0, betas in "
                 f"[0, 1). Set {name} to such a value."
@@ -63,17 +119,20 @@ def check_group(group: Mapping[str, Any]) -> None:
             )
 
 
-def check_loadable(state_dict: dict[str, Any], slots: Sequence[ParameterSlot | None]) -> None:
+def check_loadable(state_dict: dict[str, Any], slots: Sequence[ParameterSlot | None], implementation: str) -> None:
     """Refuses a saved state that does not fit, before anything is changed.
 
     Args:
         state_dict: in the format of `torch.optim.AdamW` or `HostAdamW`.
         slots: the optimizer's slots in the order of its groups; None where a parameter is frozen.
+        implementation: the optimizer's.
 
     Raises:
         SettingsError: a variant of AdamW that is not served, or tensors of another shape.
     """
     for group in state_dict["param_groups"]:
+        if "lr" in group:
+            learning_rate(group["lr"], implementation)
         for flag in UNSERVED_FLAGS:
             if group.get(flag):
                 raise SettingsError(

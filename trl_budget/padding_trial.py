@@ -19,14 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trl_budget.fp32_forward import in_fp32
-from trl_budget.trial_forward import TRIAL_ERRORS, difference_of_scores, evaluating, score, trial_rows
+from trl_budget.trial_forward import (
+    COMPLETION,
+    EXACT_TOLERANCE,
+    TRIAL_ERRORS,
+    difference,
+    evaluating,
+    score,
+    tolerance_of,
+    trial_rows,
+)
 
 logger = logging.getLogger(__name__)
 
-# In fp32 healthy models differ by 1e-6, recurrences that let padding in by 9e-3, learned positions by 0.2.
-EXACT_TOLERANCE = 1e-4
 FAR_TOLERANCE = 5e-3  # sines and cosines of positions in the thousands are rounded to 5e-4
-LEFT_COLUMNS, RIGHT_COLUMNS = 11, 6
+LEFT_COLUMNS = (11, 1_000)  # few first: more would be past the last of learned positions
+RIGHT_COLUMNS = 6
+PAST = 24  # columns past a boundary: the longer row, and some
 MAX_COLUMNS = 8_256  # the mask of two rows of so many columns takes 0.5 GB in fp32
 
 
@@ -60,7 +69,7 @@ class PaddedColumns:
     def past_boundaries(self) -> tuple[str, int] | None:
         """The last boundary that a trial can pass, and how many columns that takes; None where there is none."""
         most = min(MAX_COLUMNS, self.max_positions or MAX_COLUMNS)
-        needed = {key: position + 2 * LEFT_COLUMNS for key, position in self.boundaries.items()}
+        needed = {key: position + PAST for key, position in self.boundaries.items()}
         passed = {key: columns for key, columns in needed.items() if columns <= most}
         last = max(passed, key=passed.__getitem__, default=None)
         return None if last is None else (last, passed[last])
@@ -73,7 +82,7 @@ def try_padding(
     layers: Sequence[nn.Module],
     autocast: AbstractContextManager[Any],
 ) -> PaddingTrial:
-    """Scores two rows as they are, with a few columns of padding, and past every boundary.
+    """Scores two rows as they are, with columns of padding, and past every boundary.
 
     Args:
         model: the policy with TRL's fused head and its own attention, on the device it trains on.
@@ -93,19 +102,21 @@ def try_padding(
         logger.info("The trial of padded rows runs in the policy's dtype, since it fails in fp32: %s", error)
     try:
         with evaluating(model), autocast:
-            return PaddingTrial(_near_fault(model, vocabulary, columns, None), is_exact=False)
+            return PaddingTrial(_near_fault(model, vocabulary, columns, tolerance_of(model)), is_exact=False)
     except TRIAL_ERRORS as error:
         return PaddingTrial(f"a trial run of padded rows failed: {str(error).rstrip('.')}", is_exact=False)
 
 
-def _near_fault(model: nn.Module, vocabulary: int, columns: PaddedColumns, tolerance: float | None) -> str | None:
+def _near_fault(model: nn.Module, vocabulary: int, columns: PaddedColumns, tolerance: float) -> str | None:
     ids, mask = trial_rows(model, vocabulary)
-    padded = _padded(ids, mask, (LEFT_COLUMNS, RIGHT_COLUMNS), columns.pad_token_id)
     expected = score(model, ids, mask)
-    difference, rounding = difference_of_scores(model, score(model, *padded, right=RIGHT_COLUMNS), expected)
-    if difference <= (rounding if tolerance is None else tolerance):
-        return None
-    return f"in a trial run padding moved a row's log-probs by {difference:.2g}, so its columns count"
+    most = (columns.max_positions or MAX_COLUMNS) - ids.shape[1] - RIGHT_COLUMNS
+    for left in LEFT_COLUMNS:
+        padded = _padded(ids, mask, (max(0, min(left, most)), RIGHT_COLUMNS), columns.pad_token_id)
+        moved = difference(score(model, *padded, right=RIGHT_COLUMNS), expected)
+        if not moved <= tolerance:
+            return f"in a trial run padding moved a row's log-probs by {moved:.2g}, so its columns count"
+    return None
 
 
 def _far_fault(model: nn.Module, vocabulary: int, columns: PaddedColumns, layers: Sequence[nn.Module]) -> str | None:
@@ -116,15 +127,14 @@ def _far_fault(model: nn.Module, vocabulary: int, columns: PaddedColumns, layers
     ids, mask = trial_rows(model, vocabulary)
     padded = _padded(ids, mask, (num_columns - ids.shape[1], 0), columns.pad_token_id)
     try:
-        near, far = (_states(model, layers, *rows)[:, -ids.shape[1] :] for rows in ((ids, mask), padded))
+        near, far = (_states(model, layers, *rows) for rows in ((ids, mask), padded))
     except torch.OutOfMemoryError:
         logger.warning("Padding past %s=%d was not tried, for want of device memory.", key, columns.boundaries[key])
         return None
-    is_real = mask.bool()
-    difference = ((near - far).norm(dim=-1) / near.norm(dim=-1))[is_real].max().item()
-    if difference <= FAR_TOLERANCE:
-        return None
-    return f"in a trial run padding past {key}={columns.boundaries[key]:,} moved a row by {difference:.2g} of itself"
+    moved = ((near - far).norm(dim=-1) / near.norm(dim=-1)).max().item()
+    if not moved <= FAR_TOLERANCE:
+        return f"in a trial run padding past {key}={columns.boundaries[key]:,} moved a row by {moved:.2g} of itself"
+    return None
 
 
 class _Reached(Exception):
@@ -132,7 +142,7 @@ class _Reached(Exception):
 
 
 def _states(model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, mask: Tensor) -> Tensor:
-    """`[B, L, H]`: what the last of `layers` makes of the rows; log-probs, `[B, COMPLETION, 1]`, without layers."""
+    """What the last of `layers` makes of each row's last tokens, `[B, COMPLETION, H]`; log-probs without layers."""
     if not layers:
         return score(model, ids, mask)[..., None]
     seen: list[Tensor] = []
@@ -148,7 +158,7 @@ def _states(model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, mask: Te
         pass
     finally:
         handle.remove()
-    return seen[0].float()
+    return seen[0][:, -COMPLETION:].float()
 
 
 def _padded(ids: Tensor, mask: Tensor, columns: tuple[int, int], pad_token_id: int) -> tuple[Tensor, Tensor]:

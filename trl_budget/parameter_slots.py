@@ -32,6 +32,7 @@ class ParameterSlot:
         step: fp32 scalar, host, as torch keeps it.
         accumulator: fp32, host, the parameter's shape; None where the parameter is stepped in place.
         accumulator_is_filled: whether the accumulator holds a gradient of the running step.
+        had_gradient: whether torch would still keep a gradient here: one has come since they were last set to None.
         clip_coefficient: factor that the accumulator is still to be multiplied with, fp32 scalar.
         is_stepped_here: whether this rank runs AdamW on the parameter.
     """
@@ -44,6 +45,7 @@ class ParameterSlot:
     step: Tensor
     accumulator: Tensor | None
     accumulator_is_filled: bool = False
+    had_gradient: bool = False
     clip_coefficient: Tensor | None = None
     is_stepped_here: bool = True
 
@@ -67,6 +69,7 @@ class ParameterSlot:
 
     def forget_gradient(self) -> None:
         """Marks the accumulator empty; `parameter.grad` is left alone."""
+        self.had_gradient = self.had_gradient or self.gradient is not None
         self.accumulator_is_filled = False
         self.clip_coefficient = None
 

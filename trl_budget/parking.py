@@ -1,4 +1,4 @@
-"""Weights leave the device for page-locked host memory and come back, bit for bit, in the same Parameter objects.
+"""Weights leave the device for host memory and come back, bit for bit, in the same Parameter objects.
 
 Storages are emptied and filled again; no `.data` is assigned, which would unhook DDP from a parameter without a word.
 So whatever views a storage (ties, `.data`, buffers kept as attributes) loses its bytes and gets them back with it.
@@ -216,8 +216,9 @@ class ParkedWeights:
         except HostMemoryError as error:
             raise HostMemoryError(
                 f"The {self.name}'s weights could not be parked: {sum(sizes) / 2**30:.2f} GiB of host memory for them "
-                f"were refused. They have to lie somewhere while the device is vLLM's. Free host memory, or set "
-                "park_policy_during_rollout='off' to leave them on the device."
+                f"were refused. They have to lie somewhere while the device is vLLM's. Free host memory, set "
+                "pin_host_memory=False where page-locking was refused, or set park_policy_during_rollout='off' to "
+                "leave them on the device."
             ) from error
         for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
             torch.cuda.synchronize(device)  # other streams may still read or write what is about to be freed

@@ -17,6 +17,7 @@ from trl_budget import upstream_model as upstream
 from trl_budget.config import budget_setting
 from trl_budget.layer_passes import LayerPasses, plan_layers
 from trl_budget.packing import PassCost
+from trl_budget.page_locking import locks_pages
 from trl_budget.passes import PassSettings
 from trl_budget.placement import ResolvedSetting
 from trl_budget.row_layout import (
@@ -73,7 +74,9 @@ class PassChoices:
         self._measure_room = measure_room
         budget = self._choose_budget(layout)
         max_tokens = None if self.pass_settings is None else self.pass_settings.max_tokens
-        self.layer_passes = LayerPasses(plan.levers, self._shape, trainer.args.device, max_tokens)
+        self.layer_passes = LayerPasses(
+            plan.levers, self._shape, trainer.args.device, max_tokens, pin=locks_pages(trainer.args)
+        )
         self.rows = [layout, budget, *plan.settings]
 
     def look_again(self) -> list[ResolvedSetting]:

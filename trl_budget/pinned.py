@@ -2,7 +2,8 @@
 
 A slab is one anonymous mapping, zeroed by the kernel, registered with CUDA when it is to be page-locked. torch's own
 pinned allocator is not used: it rounds every request up to a power of two and never returns memory, so a 16 GB slab
-could cost 32 GB and outlive the trainer. Nothing here falls back to pageable memory: a refusal is an error.
+could cost 32 GB and outlive the trainer. Nothing here falls back to pageable memory: a refusal is an error, and names
+the field that asks for it (`pin_host_memory`, see `page_locking.py`).
 """
 
 from __future__ import annotations
@@ -14,24 +15,20 @@ import os
 import resource
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from trl_budget.cgroups import memory_headroom
 from trl_budget.errors import HostMemoryError
 
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 2 * 2**30
 OVERCOMMIT_VARIABLE = "TRL_BUDGET_ALLOW_OVERCOMMIT"
-# Folder, limit, use and the name of the reclaimable file cache, of cgroup versions 2 and 1.
-_CGROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
+_PAGEABLE = "set pin_host_memory=False (HostAdamW: pin_memory=False) for pageable memory and slower copies, "
 ALIGNMENT_ELEMENTS = 64  # 256 bytes of fp32: every view starts on a cache line and on a vector boundary
 
 _live_slabs: weakref.WeakSet[HostSlab] = weakref.WeakSet()
@@ -70,9 +67,9 @@ class HostSlab:
             raise HostMemoryError(_refusal("could not be mapped", nbytes, purpose, str(error))) from error
         with contextlib.suppress(OSError):  # only a hint, which kernels built without huge pages refuse
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        # A page-locked private mapping is copied whole by fork(), in every data loader worker; a shared one would live
-        # as long as the worker.
-        if pin or descriptor is not None:
+        # In every data loader worker, fork() copies a page-locked private mapping whole, and a step one that is not,
+        # page by page as it writes; a shared one would live as long as the worker.
+        if pin or descriptor is not None or torch.cuda.is_initialized():
             mapping.madvise(mmap.MADV_DONTFORK)
         self.nbytes = nbytes
         self.is_pinned = pin
@@ -80,7 +77,9 @@ class HostSlab:
         if pin:
             code = (register or _cuda_host_register)(self.storage.data_ptr(), nbytes)
             if code != 0:
-                raise HostMemoryError(_refusal("could not be page-locked", nbytes, purpose, f"CUDA error {code}"))
+                raise HostMemoryError(
+                    _refusal("could not be page-locked", nbytes, purpose, f"CUDA error {code}", _PAGEABLE)
+                )
             if register is None:
                 finalizer = weakref.finalize(self, _cuda_host_unregister, self.storage.data_ptr())
                 finalizer.atexit = False  # the driver releases registrations with the process
@@ -171,29 +170,9 @@ def check_host_memory(nbytes: int, purpose: str, *, available: int | None = None
 
 
 def available_host_memory() -> int:
-    """Bytes that can still be allocated: free memory, or what the container's limit leaves if that is less."""
-    left = [container_headroom(*cgroup) for cgroup in _CGROUPS]
-    return min([psutil.virtual_memory().available, *(nbytes for nbytes in left if nbytes is not None)])
-
-
-def container_headroom(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
-    """Bytes that a container's limit leaves; None without a limit.
-
-    The file cache, a checkpoint just read for one, is charged to the container but given back under pressure.
-
-    Args:
-        folder: the cgroup's folder.
-        limit: name of the file that holds the limit in bytes, or a word.
-        used: name of the file that holds the bytes charged.
-        reclaimable: key in `memory.stat` of the inactive file cache, in bytes.
-    """
-    if not all((folder / name).exists() for name in (limit, used, "memory.stat")):
-        return None
-    if not (text := (folder / limit).read_text().strip()).isdigit():
-        return None
-    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    charged = int((folder / used).read_text()) - int(statistics.get(reclaimable, 0))
-    return max(0, int(text) - charged)
+    """Bytes that can still be allocated: free memory, or what the limits on this process leave if that is less."""
+    free, left = psutil.virtual_memory().available, memory_headroom()
+    return free if left is None else min(free, left)
 
 
 def host_slab_bytes(*, pinned_only: bool = False) -> int:
@@ -220,7 +199,19 @@ def _batches(parameters: Iterable[Parameter], max_elements: int) -> Iterator[lis
 
 
 def _cuda_host_register(address: int, nbytes: int) -> int:
-    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if code != 0:
+        _clear_last_cuda_error()
+    return code
+
+
+def _clear_last_cuda_error() -> None:
+    """Takes the error of a refused call back from CUDA, which gives it to the thread's next kernel launch otherwise.
+
+    torch has no binding of `cudaGetLastError`, but calls it, and raises what it gives, behind each of its launches.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device="cuda").fill_(0.0)
 
 
 def _cuda_host_unregister(address: int) -> None:
@@ -228,15 +219,17 @@ def _cuda_host_unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _refusal(what: str, nbytes: int, purpose: str, detail: str) -> str:
+def _refusal(what: str, nbytes: int, purpose: str, detail: str, remedy: str = "") -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
+    if remedy and "microsoft" in os.uname().release.lower():
+        limit += ", but this is WSL2, which page-locks little all the same (often 0.5 to 1 GiB)"
     memory = psutil.virtual_memory()
     return (
         f"{nbytes / 2**30:.2f} GiB of host memory for {purpose} {what} ({detail}); "
         f"{host_slab_bytes() / 2**30:.2f} GiB are held by this library already. "
         f"`ulimit -l` is {limit}, {memory.available / 2**30:.2f} of {memory.total / 2**30:.2f} GiB of memory "
         "are free, and host-side stepping needs 16 bytes per trainable parameter. "
-        "Raise `ulimit -l` or the container's memory limit, train fewer parameters (LoRA), "
+        f"Raise `ulimit -l` or the container's memory limit, {remedy}train fewer parameters (LoRA), "
         "or set optimizer_placement='device'."
     )

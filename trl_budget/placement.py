@@ -13,6 +13,7 @@ from trl_budget.errors import SettingsError
 
 OPTIMIZER_PLACEMENTS = ("auto", "device", "host")
 GRADIENT_PLACEMENTS = ("auto", "device", "host")
+NOTHING_TRAINED = "no weight of the policy requires a gradient"
 IMPLEMENTATION_OF_OPTIM = {"adamw_torch_fused": "fused", "adamw_torch": "foreach"}
 
 
@@ -35,6 +36,7 @@ class PlacementFacts:
         is_user_optimizer_on_host: whether that optimizer is a `HostAdamW`.
         overrides_optimizer_class: whether the trainer's class overrides `get_optimizer_cls_and_kwargs`.
         unserved_parameter: what is wrong with the first trainable parameter that cannot be served, if any.
+        trains_nothing: whether no weight of the loaded policy requires a gradient.
     """
 
     optim: str
@@ -51,6 +53,7 @@ class PlacementFacts:
     is_user_optimizer_on_host: bool = False
     overrides_optimizer_class: bool = False
     unserved_parameter: str | None = None
+    trains_nothing: bool = False
 
     @property
     def casts_policy(self) -> bool:
@@ -172,6 +175,8 @@ def resolve_optimizer_placement(requested: str, facts: PlacementFacts) -> Resolv
         return ResolvedSetting(name, "device", reasons)
     if facts.is_user_optimizer_on_host:
         return ResolvedSetting(name, "host", "optimizers= holds a HostAdamW")
+    if facts.trains_nothing and requested == "auto":
+        return ResolvedSetting(name, "device", NOTHING_TRAINED)
     if facts.is_adapter and requested == "auto":
         return ResolvedSetting(name, "device", "adapters are small: their state fits beside the frozen model")
     if requested == "host":

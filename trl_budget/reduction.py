@@ -69,7 +69,7 @@ class SharedGradients(HostGradients):
         super().drain()
 
     def _refuse_late_gradients(self) -> None:
-        if not self._is_reduced:
+        if not self._is_reduced or self.is_lent:  # lent ones are refused by what follows, for a reason of their own
             return
         late = [slot.name for slot in self._slots.values() if slot.parameter.grad is not None]
         if late:
@@ -104,6 +104,24 @@ class SharedGradients(HostGradients):
                 continue
             self._ranks.sum_over_nodes(slot.reduced.view(-1))
             slot.reduced.div_(self._ranks.world_size)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `slot.gradient` is the mean over all ranks, the same on every rank at the same call."""
+        return self._is_reduced
+
+    def settle(self) -> None:
+        """As one process, in the one copy that all ranks read; collective then."""
+        if not self._is_reduced:
+            super().settle()
+            return
+        self._of(self._slots)
+        self._ranks.exchange("settle clipping")
+
+    def forget_norm(self) -> None:
+        """The gradients have been edited: what was measured counts no more."""
+        self._sums.row_norms.clear()
+        super().forget_norm()
 
     def of(self, slot: ParameterSlot) -> Tensor | None:
         """The slot's gradient, clipping included. A copy where other ranks may be reading it."""
@@ -150,6 +168,13 @@ class SharedGradients(HostGradients):
             known.update(everyone[rank])
         ordered = [torch.tensor(known[numbers[p]]) if p in numbers else norms[p] for p in gradients]
         return norm_of_norms(ordered)
+
+    def _are_finite(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        """Each rank reads what it has reduced, and its own gradients of other parameters. Collective."""
+        here = self._ranks.local_rank
+        elsewhere = {slot.parameter for slot in self._shared_slots() if slot.reducer != here}
+        own = super()._are_finite({p: gradient for p, gradient in gradients.items() if p not in elsewhere})
+        return all(self._ranks.exchange("look for infinite gradients", own))
 
     def _norms(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         rows: dict[Tensor, Tensor] = {slot.parameter: norms for slot, norms in self._sums.row_norms.items()}

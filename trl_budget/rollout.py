@@ -134,7 +134,7 @@ class ColocatedGeneration(VLLMGeneration):
             "seed": self.accelerator.process_index // self.tensor_parallel_size,
             "max_num_batched_tokens": 4096,  # vLLM's profiler takes memory for a full batch
             "logprobs_mode": "processed_logprobs",  # what the sampling correction divides by
-            "quantization": upstream_vllm.quantization(self.model),
+            "quantization": None,  # a quantized policy is refused
             "trust_remote_code": self.trust_remote_code,
         }
         if self._settings.dtype is not None:

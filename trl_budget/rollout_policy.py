@@ -30,7 +30,7 @@ class RolloutFacts:
         compute_dtype: of the policy's weights, "bfloat16".
         enables_sleep_mode: TRL's `vllm_enable_sleep_mode`.
         has_sleep_backends: whether this vLLM lets a backend of ours put the engine to sleep.
-        quantization: of the policy, if it is quantized.
+        quantization: of a policy that vLLM is to follow, "bitsandbytes, 4 bits"; None if it is not quantized.
     """
 
     is_colocated: bool
@@ -86,8 +86,14 @@ def resolve_rollout(park: str, share: str, facts: RolloutFacts) -> RolloutPlan:
     """Resolves `park_policy_during_rollout` and `share_vllm_weights`.
 
     Raises:
-        SettingsError: "on" where it cannot be.
+        SettingsError: "on" where it cannot be, or a quantized policy.
     """
+    if facts.quantization is not None:
+        raise SettingsError(
+            f"use_vllm=True, but the policy's base is quantized ({facts.quantization}). Each weight sync, with a "
+            "server too, would send vLLM the packed storage instead of weights, which it cannot load. Load the base "
+            "without quantization (bf16) and keep peft_config, or set use_vllm=False."
+        )
     parked = _resolve("park_policy_during_rollout", park, _why_not_park(facts), "policy and reference leave the card")
     sleeps = parked.value == "on" or (facts.is_colocated and facts.enables_sleep_mode)
     why_not = _why_not_share(facts, parked)
@@ -138,8 +144,6 @@ def _why_not_share(facts: RolloutFacts, parked: ResolvedSetting) -> str | None:
         return f"the engine does not hand the card over: {parked.reason}"
     if facts.is_adapter:
         return "adapters are merged into vLLM's own copy"
-    if facts.quantization is not None:
-        return f"the policy is quantized ({facts.quantization})"
     if facts.compute_dtype not in SHARED_DTYPES:
         return f"the policy computes on {facts.compute_dtype} weights, which would slow generation down"
     if not facts.has_sleep_backends:

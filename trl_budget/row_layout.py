@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from trl_budget.errors import SettingsError
 from trl_budget.placement import ResolvedSetting
+from trl_budget.whole_numbers import refuse_other_spellings
 
 PADDING_FREE = ("auto", "on", "off", "stock")
 PACKED, TRIMMED, STOCK = "packed", "trimmed", "stock"
@@ -256,6 +257,7 @@ def check_max_tokens(requested: int | str | None) -> None:
     Raises:
         SettingsError: names the value.
     """
+    refuse_other_spellings("max_tokens_per_microbatch", requested)
     is_number = isinstance(requested, int) and not isinstance(requested, bool) and requested > 0
     if requested is not None and requested != "auto" and not is_number:
         raise SettingsError(
@@ -264,12 +266,13 @@ def check_max_tokens(requested: int | str | None) -> None:
         )
 
 
-def check_lm_head_chunk_size(requested: int | None) -> None:
+def check_lm_head_chunk_size(requested: int | str | None) -> None:
     """Refuses anything but a positive number of vocabulary entries and None.
 
     Raises:
         SettingsError: names the value.
     """
+    refuse_other_spellings("lm_head_chunk_size", requested)
     is_number = isinstance(requested, int) and not isinstance(requested, bool) and requested > 0
     if requested is not None and not is_number:
         raise SettingsError(

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from trl_budget.compute_weights import checksums
 from trl_budget.errors import RankError, SettingsError
 from trl_budget.grad_offload import GradientCollector
+from trl_budget.gradient_access import GradientLoan, SharedGradientLoan
 from trl_budget.host_gradients import HostGradients
 from trl_budget.host_threads import HostThreads
 from trl_budget.node_memory import NodeMemory
@@ -103,6 +104,10 @@ class OneRank:
         """What collects, measures and clips."""
         return HostGradients(slots, collector, threads)
 
+    def loan(self, slots: Sequence[ParameterSlot], gradients: HostGradients) -> GradientLoan:
+        """What brings gradients back to `parameter.grad`."""
+        return GradientLoan(slots, gradients)
+
     def master_slabs(self, names: Mapping[Parameter, str], *, pin: bool) -> ParameterSlabs:
         """Empty slabs for the masters of the parameters in `names`."""
         return ParameterSlabs("master weights", pin=pin)
@@ -180,6 +185,10 @@ class NodeTeam(OneRank):
     ) -> HostGradients:
         """What collects, reduces, measures and clips."""
         return SharedGradients(slots, collector, threads, self.ranks)
+
+    def loan(self, slots: Sequence[ParameterSlot], gradients: HostGradients) -> GradientLoan:
+        """What brings gradients back to `parameter.grad`, the same mean on every rank once it has been made."""
+        return SharedGradientLoan(slots, cast(SharedGradients, gradients), self.ranks)
 
     def master_slabs(self, names: Mapping[Parameter, str], *, pin: bool) -> ParameterSlabs:
         """Empty slabs for the masters, shared by the node where masters are. Collective.

@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,18 +24,23 @@ from trl_budget.checkpoints import load_optimizer_and_scheduler, without_optimiz
 from trl_budget.colocated import ColocatedTrainer
 from trl_budget.config import BudgetGRPOConfig, budget_setting
 from trl_budget.errors import SettingsError
+from trl_budget.fp32_reference import Fp32Reference, give_back_fp32_values
+from trl_budget.heard_zero_grad import hear_zero_grad
 from trl_budget.host_adamw import HostAdamW
 from trl_budget.host_threads import num_host_cores
 from trl_budget.master_weights import capture_master_weights, fp32_checkpoint_weights
+from trl_budget.page_locking import check_given_optimizer, locks_pages, page_locking_rows
 from trl_budget.pinned import ParameterSlabs, host_slab_bytes
 from trl_budget.placement import (
     IMPLEMENTATION_OF_OPTIM,
+    NOTHING_TRAINED,
     ResolvedSetting,
     format_table,
     resolve_gradient_placement,
     resolve_optimizer_placement,
     with_departures,
 )
+from trl_budget.sync_reference import mix_reference_in_fp32
 from trl_budget.team import join_team
 from trl_budget.version import __version__
 
@@ -56,6 +61,7 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         UpstreamMovedError: the installed TRL, transformers or Accelerate is not one this library knows.
     """
 
+    _fp32_reference: Fp32Reference | None = None
     _tag_names = [*GRPOTrainer._tag_names, "trl-budget"]
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
@@ -83,11 +89,14 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self._placement = resolve_optimizer_placement(self._requested_placement, self._facts)
         self._sharding = budget_setting(training_args, "optimizer_sharding")
         self._given_gradients = optimizer.gradient_placement if isinstance(optimizer, HostAdamW) else None
+        if isinstance(optimizer, HostAdamW):
+            check_given_optimizer(training_args, optimizer.pin_memory)
         self._requested_gradients = budget_setting(training_args, "gradient_placement")
         self._resolve_gradients()
         self._master_weights: ParameterSlabs | None = None
         self._host_adamw: HostAdamW | None = None
-        self._plan_rollouts(training_args, self._facts.parallelism, is_adapter=is_adapter)
+        quantization = upstream_vllm.quantization_asked_for(model, training_args, quantization_config)
+        self._plan_rollouts(training_args, self._facts.parallelism, is_adapter=is_adapter, quantization=quantization)
         with _restored_init_kwargs(training_args):
             if isinstance(model, str) and self._is_host_placement:
                 # By default TRL loads a model named by a string straight onto the card, in fp32.
@@ -95,7 +104,9 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             with upstream_vllm.without_engine(training_args, applies=self._starts_engine):
                 super().__init__(*bound.args[1:], **bound.kwargs)
             self._build_host_adamw()
+        self._page_locking = page_locking_rows(training_args)
         upstream_vllm.restore_generation(self, applies=self._starts_engine)
+        self._prepare_reference()
         self._start_engine()
         gradients_on_device = 0 if self._gradient_placement.value == "host" else 1
         self._passes = self._resolve_passes(copies_to_come=gradients_on_device if self._is_host_placement else 3)
@@ -140,7 +151,7 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self._resolve_gradients()
         if self._casts_policy:
             self._master_weights = capture_master_weights(
-                model, pin=self.args.device.type == "cuda", team=join_team(self._sharding)
+                model, pin=locks_pages(self.args), team=join_team(self._sharding)
             )
             # The reference is loaded later, with these: a reference of another dtype would make the first KL non-zero.
             vars(self.args)["model_init_kwargs"] = {**_init_kwargs(self.args), "dtype": "bfloat16"}
@@ -148,29 +159,44 @@ class BudgetGRPOTrainer(ColocatedTrainer):
     def _build_host_adamw(self) -> None:
         if not self._is_host_placement:
             return
+        self._host_adamw = self._make_host_adamw()
+        self._host_adamw.broadcast_untrained(self._policy)
+        hear_zero_grad(self._policy, self._host_adamw.zero_grad)
+
+    def _make_host_adamw(self) -> HostAdamW:
         self._capture_masters(self._policy)  # transformers did not move the model (place_model_on_device=False)
         if isinstance(self.optimizer, HostAdamW):
-            self._host_adamw = self.optimizer
-            self._host_adamw.follow_parameters()
-            self._check_world_size()
-            self._host_adamw.broadcast_untrained(self._policy)
-            return
+            self.optimizer.follow_parameters()
+            self._check_world_size(self.optimizer)
+            return self.optimizer
         # The state is built now, so that a refusal costs nothing; the groups are stock's, made when stock makes them.
-        self._host_adamw = HostAdamW(
+        return HostAdamW(
             [{"params": [parameter for parameter in self._policy.parameters() if parameter.requires_grad]}],
             **self._hyperparameters(),
             master_weights=self._master_weights,
             parameter_names={parameter: name for name, parameter in self._policy.named_parameters()},
+            pin_memory=budget_setting(self.args, "pin_host_memory"),
             sharding=self._sharding,
             gradient_placement=self._gradient_placement.value,
         )
-        self._host_adamw.broadcast_untrained(self._policy)
 
-    def _check_world_size(self) -> None:
-        assert self._host_adamw is not None
-        if self._host_adamw.world_size != self.args.world_size:
+    def _prepare_reference(self) -> None:
+        """Gives a reference that was loaded in bf16 beside fp32 masters the fp32 values that it needs."""
+        if self.ref_model is None or self._host_adamw is None:
+            return
+        if self._casts_policy:
+            give_back_fp32_values(self.ref_model, self._policy, self._host_adamw.master_weights)
+        if self.args.sync_ref_model and any(p.dtype != torch.float32 for p in self.ref_model.parameters()):
+            self._fp32_reference = Fp32Reference(self.ref_model, self._policy, self._master_of)
+            mix_reference_in_fp32(self.callback_handler, self._fp32_reference, lambda: self._host_adamw is not None)
+
+    def _master_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return None if self._host_adamw is None else self._host_adamw.master_weights(parameter)
+
+    def _check_world_size(self, optimizer: HostAdamW) -> None:
+        if optimizer.world_size != self.args.world_size:
             raise SettingsError(
-                f"optimizers= holds a HostAdamW that was built for {self._host_adamw.world_size} processes, and this "
+                f"optimizers= holds a HostAdamW that was built for {optimizer.world_size} processes, and this "
                 f"job has {self.args.world_size}. Each process would step its own gradients and the weights would "
                 "drift apart. Make the training arguments, which join the processes, before the optimizer; or leave "
                 "optimizers out."
@@ -205,12 +231,23 @@ class BudgetGRPOTrainer(ColocatedTrainer):
     def _all_settings(self) -> list[ResolvedSetting]:
         num_departures = self.args.gradient_accumulation_steps if self._pass_settings is None else 1
         gradients = with_departures(self._gradient_placement, self._placement, self._facts.device_type, num_departures)
-        return [self._placement, gradients, *self._describe(), *self._passes, *self._rollout_settings()]
+        return [
+            self._placement,
+            gradients,
+            *self._describe(),
+            *self._page_locking,
+            *self._passes,
+            *self._rollout_settings(),
+        ]
 
     def _describe(self) -> list[ResolvedSetting]:
         parameters = [p for p in self._policy.parameters() if p.requires_grad]
         dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
         where = f"{dtypes} on {self.args.device}"
+        if not parameters:
+            reason = f"{NOTHING_TRAINED}: every step leaves the model as it is, as in stock TRL"
+            hint = "; load the adapter with is_trainable=True to train it" if self._facts.is_adapter else ""
+            return [ResolvedSetting("trained weights", "0 trained weights", f"{reason}{hint}")]
         if not self._is_host_placement:
             return [ResolvedSetting("trained weights", where, "as stock TRL")]
         if self._casts_policy:
@@ -230,6 +267,10 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             if adamw.world_size > 1:
                 owned = f"this rank steps {adamw.owned_bytes / 2**30:.2f} GiB of masters and moments"
                 rows.append(ResolvedSetting("optimizer_sharding", adamw.sharding, owned))
+            if self._fp32_reference is not None:
+                gib = self._fp32_reference.nbytes / 2**30
+                mixed = "mixed in fp32 on the host with the masters, then cast; computes in its own dtype"
+                rows.append(ResolvedSetting("sync_ref_model", f"{gib:.2f} GiB", mixed))
             rows.append(ResolvedSetting("host memory", f"{host_gib:.2f} GiB", f"{pinned_gib:.2f} GiB page-locked"))
         return rows
 
@@ -238,6 +279,13 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self.accelerator.print(table)
 
     # Training
+
+    def editable_gradients(self) -> AbstractContextManager[None]:
+        """For a callback between backward and step: inside, `parameter.grad` is what stock TRL would have there.
+
+        Edits are taken over, see `HostAdamW.editable_gradients`. Nothing happens where the optimizer is stock's.
+        """
+        return nullcontext() if self._host_adamw is None else self._host_adamw.editable_gradients()
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """As transformers 5.24; an aborted step's gradients are dropped and foreign writes adopted first."""
@@ -258,9 +306,22 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             return
         self._host_adamw.zero_grad()
         self._host_adamw.adopt_external_writes()
+        if self._host_adamw.gradients_leave:
+            self._warn_of_callbacks()
         # Left to Accelerate, the wrapper copies the whole state to the device and loads it back. `prepare`, since
         # `prepare_optimizer` does not mark the result as prepared and stock code would wrap it a second time.
         self.optimizer = self.accelerator.prepare(self.optimizer, device_placement=[False])
+
+    def _warn_of_callbacks(self) -> None:
+        named = upstream.callbacks_at_gradients(self.callback_handler.callbacks)
+        if named:
+            logger.warning(
+                "%s: `parameter.grad` is None there, since gradients leave for fp32 sums on the host. What reads or "
+                "edits it does nothing; model.zero_grad() drops the sums. Do it inside `with "
+                "trainer.editable_gradients():` in on_pre_optimizer_step or on_substep_end; after the step gradients "
+                "are gone.",
+                ", ".join(named),
+            )
 
     def _give_way_to(self, optimizer: str) -> None:
         """Frees the host state for an optimizer chosen after construction, where the weights are still stock's."""
@@ -305,9 +366,12 @@ class BudgetGRPOTrainer(ColocatedTrainer):
         self._read_fp32_weights(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As transformers 5.24; the masters saved are those of the weights saved beside them."""
-        self._adopt_external_writes()
-        super()._save_optimizer_and_scheduler(output_dir)
+        """As transformers 5.24; the masters saved are those of the weights saved beside them.
+
+        Weights that a callback has put in for the save, and puts back after it, cost the masters no bit.
+        """
+        with nullcontext() if self._host_adamw is None else self._host_adamw.masters_of_present_weights():
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As TRL 1.16; the host state is mapped from the file and copied into its slabs, not read twice."""

@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import CodeType
@@ -25,6 +25,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, Trainer
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from trl_budget.errors import SettingsError, UpstreamMovedError
 from trl_budget.parameter_slots import SUPPORTED_DTYPES
@@ -56,6 +57,7 @@ SEAMS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (AttentionInterface, "register", ("key", "value")),
     (AttentionMaskInterface, "register", ("key", "value")),
     (Accelerator, "prepare_model", ("evaluation_mode",)),
+    (SyncRefModelCallback, "sync_target_model", ("model", "target_model", "alpha")),
 )
 _TORCH_SEAMS = (
     (torch._C, "_current_graph_task_id"),
@@ -65,6 +67,7 @@ _TORCH_SEAMS = (
     (torch.distributed.ProcessGroup, "_device_types"),
     (torch.distributed.distributed_c10d, "_get_default_group"),
 )
+GRADIENT_EVENTS = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 LM_HEAD_CHUNK_SIZE = "_CHUNKED_LOGPROB_CHUNK_SIZE"
 
 
@@ -187,6 +190,7 @@ def with_loaded_model(facts: PlacementFacts, model: nn.Module) -> PlacementFacts
         facts,
         is_split_over_devices=len(set(device_map.values())) > 1,
         unserved_parameter=unserved_parameter(model, allow_fp16=facts.casts_policy),
+        trains_nothing=trains_nothing(model),
     )
 
 
@@ -200,10 +204,33 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
+def callbacks_at_gradients(callbacks: Iterable[Any]) -> list[str]:
+    """The events between backward and the end of the step that callbacks other than the libraries' own listen to.
+
+    Returns:
+        "Mask.on_pre_optimizer_step", in the callbacks' order.
+    """
+    return [
+        f"{type(callback).__name__}.{event}"
+        for callback in callbacks
+        for event in GRADIENT_EVENTS
+        if _is_users(next((base for base in type(callback).__mro__ if event in vars(base)), object))
+    ]
+
+
+def _is_users(owner: type) -> bool:
+    return owner is not object and owner.__module__.split(".")[0] not in ("transformers", "trl", "trl_budget")
+
+
 def overrides_optimizer_class(trainer_class: type) -> bool:
     """Whether a subclass chooses the optimizer's class itself."""
     chosen = getattr(trainer_class, "get_optimizer_cls_and_kwargs", None)
     return chosen is not Trainer.get_optimizer_cls_and_kwargs
+
+
+def trains_nothing(model: nn.Module) -> bool:
+    """Whether no weight requires a gradient: a frozen model, or an adapter loaded with `is_trainable=False`."""
+    return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def unserved_parameter(model: nn.Module, *, allow_fp16: bool) -> str | None:

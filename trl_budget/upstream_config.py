@@ -46,7 +46,7 @@ def position_boundaries(config: Any) -> dict[str, int]:
         key: value
         for parameters in _nested(config.to_dict())
         for key, value in parameters.items()
-        if isinstance(value, int) and value > 1 and not isinstance(value, bool) and _BOUNDARY.search(key)
+        if isinstance(value, int) and value > 1 and not isinstance(value, bool) and _BOUNDARY.search(str(key))
     }
 
 
@@ -68,26 +68,51 @@ def scaled_positions(config: Any) -> tuple[str, int] | None:
     return None
 
 
+def layer_values(config: Any, name: str) -> list[Any]:
+    """What the config says under a key, one value or one of each layer; without None."""
+    try:
+        values = [getattr(config, name, None)]
+    except RuntimeError:  # transformers 5.24 refuses to read for the whole model what differs by layer
+        values = [getattr(layer, name, None) for layer in config.per_layer_config]
+    return [value for value in values if value is not None]
+
+
+def largest(config: Any, name: str) -> int:
+    """The largest number under a key, over all layers; 0 where there is none."""
+    return max((value for value in layer_values(config, name) if isinstance(value, int)), default=0)
+
+
 def num_heads(config: Any) -> tuple[int, int] | None:
-    """Query and key/value heads; None for a model without attention."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or heads <= 0:
-        return None
-    return heads, getattr(config, "num_key_value_heads", None) or heads
+    """Query and key/value heads, the most of a layer; None for a model without attention."""
+    heads = largest(config, "num_attention_heads")
+    return (heads, largest(config, "num_key_value_heads") or heads) if heads > 0 else None
 
 
 def head_dims(config: Any) -> frozenset[int]:
     """Sizes of query, key and value heads; empty for a model without attention."""
     if (heads := num_heads(config)) is None:
         return frozenset()
-    first = getattr(config, "head_dim", None) or config.hidden_size // heads[0]
-    others = (getattr(config, name, None) for name in ("v_head_dim", "qk_head_dim", "global_head_dim"))
-    return frozenset([first, *filter(None, others)])
+    first = layer_values(config, "head_dim") or [config.hidden_size // heads[0]]
+    others = ("v_head_dim", "qk_head_dim", "global_head_dim")
+    return frozenset(size for size in [*first, *(v for n in others for v in layer_values(config, n))] if size)
+
+
+def is_routed(config: Any) -> bool:
+    """Whether tokens are routed to experts, which share matrices between rows."""
+    keys = (str(key) for values in _nested(config.to_dict()) for key in values)
+    return any("expert" in key or "moe" in key for key in keys)
 
 
 def layer_types(config: Any) -> frozenset[str]:
     """Kinds of layers."""
     return frozenset(getattr(config, "layer_types", None) or ())
+
+
+def num_windows(config: Any) -> int:
+    """Layers that see a sliding window; at least 1 where the config has a window and does not say which layers."""
+    if kinds := list(getattr(config, "layer_types", None) or ()):
+        return kinds.count("sliding_attention")
+    return int(any(layer_values(config, "sliding_window")) and bool(getattr(config, "use_sliding_window", True)))
 
 
 def state_layers(config: Any, *, is_stateful: bool) -> str | None:

@@ -19,17 +19,19 @@ from trl_budget.activation_memory import MemoryLevers, ModelShape, allocatable_b
 from trl_budget.attention import serves_windows
 from trl_budget.config import budget_setting
 from trl_budget.long_context import LongContextFacts, longest_pass
+from trl_budget.packing_trial import packing_fault
 from trl_budget.padding_trial import PaddedColumns, PaddingTrial, try_padding
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
-from trl_budget.trial_forward import forward_draws, packing_fault
-from trl_budget.upstream import parallelism
+from trl_budget.trial_forward import forward_draws
+from trl_budget.upstream import parallelism, trains_nothing
 from trl_budget.upstream_attention import (
     asks_for_attention,
     own_attention,
     with_exact_attention,
     with_own_attention,
 )
+from trl_budget.upstream_config import largest
 from trl_budget.upstream_observers import micro_batch_callbacks, row_adapters, user_hooks
 
 _LOSS_METHODS = (
@@ -50,7 +52,6 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
     model, args = trainer.model, trainer.args
     config = model.config.get_text_config()
     layer_types = upstream_config.layer_types(config)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return LayoutFacts(
         device_type=args.device.type,
@@ -63,8 +64,8 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
         layer_types=layer_types,
         rope_types=upstream_config.rope_types(config),
         soft_cap=getattr(config, "attn_logit_softcapping", None) is not None,
-        attention_dropout=float(getattr(config, "attention_dropout", 0.0) or 0.0),
-        has_window=window is not None or "sliding_attention" in layer_types,
+        attention_dropout=float(max(upstream_config.layer_values(config, "attention_dropout"), default=0.0)),
+        has_window=upstream_config.num_windows(config) > 0,
         serves_windows=serves_windows(args.device.type),
         head_dims=upstream_config.head_dims(config),
         learns_prompt=any(c.is_prompt_learning for c in (getattr(model, "peft_config", None) or {}).values()),
@@ -146,13 +147,13 @@ def _is_quantized(module: nn.Module) -> bool:
 def packing_trial(trainer: Any) -> str | None:
     """What a trial run of packed rows found wrong, or None."""
     config = trainer.model.config.get_text_config()
-    is_routed = bool(getattr(config, "num_experts_per_tok", None))
     return packing_fault(
         trainer.model,
         config.vocab_size,
         trainer.accelerator.autocast(),
-        is_exact=not is_routed,
-        unpacked=with_own_attention([trainer.model]),
+        is_exact=not upstream_config.is_routed(config),
+        num_windows=upstream_config.num_windows(config),
+        unpacked=lambda: with_own_attention([trainer.model]),
     )
 
 
@@ -161,7 +162,9 @@ def padding_trial(trainer: Any) -> PaddingTrial:
     model = trainer.model
     config = model.config.get_text_config()
     columns = PaddedColumns(
-        config.pad_token_id or 0, upstream_config.position_boundaries(config), upstream_config.max_positions(config)
+        getattr(config, "pad_token_id", None) or 0,
+        upstream_config.position_boundaries(config),
+        upstream_config.max_positions(config),
     )
     layers = upstream_config.telling_layers(model, config)
     with with_exact_attention(model):
@@ -173,12 +176,11 @@ def model_shape(trainer: Any) -> ModelShape:
     config = trainer.model.config.get_text_config()
     head_dim = max(upstream_config.head_dims(config), default=1)
     heads, key_heads = upstream_config.num_heads(config) or (config.hidden_size, config.hidden_size)
-    experts = getattr(config, "num_experts_per_tok", None) or 0
-    expert_width = getattr(config, "moe_intermediate_size", None) or 0
+    experts, expert_width = (largest(config, name) for name in ("num_experts_per_tok", "moe_intermediate_size"))
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        intermediate=max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size, experts * expert_width),
+        intermediate=max(largest(config, "intermediate_size") or 4 * config.hidden_size, experts * expert_width),
         query_width=heads * head_dim,
         key_width=key_heads * head_dim,
         vocabulary=config.vocab_size,
@@ -254,6 +256,7 @@ def long_context_facts(trainer: Any, *, copies_to_come: int) -> LongContextFacts
         parallelism=parallelism(args, model),
         num_devices=max(1, args.n_gpu),
         is_split_over_devices=len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1,
+        trains_nothing=trains_nothing(model),
     )
 
 

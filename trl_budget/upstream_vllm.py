@@ -173,22 +173,45 @@ def cache_refusal(error: BaseException) -> CacheRefusal | None:
     )
 
 
-def quantization(model: nn.Module) -> str | None:
-    """The `quantization` that vLLM needs for a policy that bitsandbytes has quantized.
+def quantization_asked_for(model: str | nn.Module, args: GRPOConfig, quantization_config: Any) -> str | None:
+    """How the policy is, or is to be, quantized, as far as it can be told before it is loaded; None if it is not.
 
-    Raises:
-        ValueError: 8-bit weights, which vLLM does not quantize in flight (as TRL).
+    Args:
+        model: TRL's argument, a name or a model.
+        args: `model_init_kwargs` is for a model that is a name.
+        quantization_config: TRL's argument, likewise.
     """
-    if not is_bitsandbytes_available():
-        return None
-    import bitsandbytes as bnb
+    if isinstance(model, nn.Module):
+        return quantization_of(model)
+    init_kwargs: Any = args.model_init_kwargs or {}
+    config = quantization_config or init_kwargs.get("quantization_config")
+    if config is None:
+        bits = next((bits for bits in (4, 8) if init_kwargs.get(f"load_in_{bits}bit")), None)
+        return f"bitsandbytes, {bits} bits" if bits is not None else None
+    dequantizes = config.get("dequantize") if isinstance(config, Mapping) else getattr(config, "dequantize", False)
+    return None if dequantizes else _quantizer(config)
 
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            return "bitsandbytes"
-        if isinstance(module, bnb.nn.Linear8bitLt):
-            raise ValueError("vLLM does not support in-flight 8-bit quantization.")
-    return None
+
+def quantization_of(model: nn.Module) -> str | None:
+    """How a loaded policy is quantized, "bitsandbytes, 4 bits"; None if it holds its weights as they are."""
+    if is_bitsandbytes_available():
+        import bitsandbytes as bnb
+
+        for module in model.modules():
+            if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+                return f"bitsandbytes, {4 if isinstance(module, bnb.nn.Linear4bit) else 8} bits"
+    if not getattr(model, "is_quantized", False):
+        return None
+    return _quantizer(getattr(getattr(model, "config", None), "quantization_config", None) or {})
+
+
+def _quantizer(config: Any) -> str:
+    """Method and bits of a quantization config, an object or what `config.json` holds."""
+    values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    method = values.get("quant_method") or "bitsandbytes"
+    bits = next((bits for bits in (4, 8) if values.get(f"load_in_{bits}bit")), values.get("bits") or None)
+    name = str(getattr(method, "value", method))
+    return f"{name}, {bits} bits" if bits is not None else name
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 
+from peft import PeftModel
 from torch import Tensor, nn
 
 from trl_budget import upstream_vllm
@@ -91,8 +92,14 @@ class WeightSync:
         if difference is not None:
             raise WeightSyncError(
                 f"After the weight sync of step {step}, {difference}. vLLM would generate with other weights than the "
-                "policy's. Set share_vllm_weights='off' and park_policy_during_rollout='off', and report the model."
+                f"policy's. {self._advice}"
             )
+
+    @property
+    def _advice(self) -> str:
+        if isinstance(self._policy, PeftModel):  # whose weights are copied already, from wherever the policy is
+            return "Leave what adapts this weight out of peft_config, or set use_vllm=False, and report both."
+        return "Set share_vllm_weights='off' and park_policy_during_rollout='off', and report the model."
 
     def _with_buffers(self, values: Iterable[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
         yield from values

@@ -9,12 +9,14 @@ Source: vLLM 0.26, `packed_modules_mapping` of its model classes and `VocabParal
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from peft import PeftModel
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 SHARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,6 +24,10 @@ PADDED_MODULES = ("embed_tokens", "lm_head")
 VOCABULARY_PADDING = 256  # vLLM pads to a multiple of 64 rows, older versions with adapters to one of 256
 # What multi-head latent attention makes of kv_b_proj when the weights are loaded, and would not follow an update.
 _DERIVED_TENSORS = frozenset(("W_UV", "W_UK_T", "W_K", "W_V"))
+# What PEFT puts into the name of a weight. `trainable_token_indices` may come with any kind of adapter.
+_WRAPPERS = re.compile(r"\.(?:base_layer|token_adapter|original_module|modules_to_save\.[^.]+)(?=\.)")
+_COPY = re.compile(r"\.(original_module|modules_to_save)(?:(?<=modules_to_save)\.([^.]+))?(?=\.)")
+_ADAPTER_PREFIXES = ("lora_", "trainable_tokens_")
 _QUANTIZER_MARKS = frozenset(("packed_dim", "_packed_dim", "pack_factor", "bnb_quant_state", "quant_state"))
 
 
@@ -69,9 +75,9 @@ def plan_views(
     Returns:
         A view for each name of the policy, tied names included, or one sentence that says why there cannot be any.
     """
+    unserved = unserved_names(policy)
     named = policy.named_parameters(remove_duplicate=False)
-    kinds = ("lora_", *([str(policy.base_model.prefix)] if isinstance(policy, PeftModel) else []))
-    ours = {plain_name(name): _Named(name, p) for name, p in named if not _is_adapter(name, kinds)}
+    ours = {plain_name(name): _Named(name, p) for name, p in named if name not in unserved}
     theirs = [_Named(*pair) for pair in vllm_model.named_parameters(remove_duplicate=False)]
     reason = (
         _first(map(_vllm_fault, theirs))
@@ -103,12 +109,48 @@ def plan_views(
 
 def plain_name(name: str) -> str:
     """The name that transformers' bare model gives a weight: without DDP's, PEFT's and vLLM's LoRA wrappers."""
-    name = name.removeprefix("module.").removeprefix("base_model.model.").replace(".base_layer", "")
-    return name.replace("modules_to_save.default.", "")
+    name = name.removeprefix("module.").removeprefix("base_model.model.")
+    return _WRAPPERS.sub("", name)
 
 
-def _is_adapter(name: str, kinds: tuple[str, ...]) -> bool:
-    return any(part.startswith(kinds) or part == "original_module" for part in name.split("."))
+def unserved_names(policy: nn.Module) -> frozenset[str]:
+    """Names of the parameters that are no weights of the bare model, ties by every name.
+
+    They are adapters, the copies that `modules_to_save` keeps for adapters that are not active, and the original of
+    an active copy. Where no copy is active, the original is the weight.
+    """
+    copies = served_copies(policy)
+    unserved = []
+    for name, _ in policy.named_parameters(remove_duplicate=False):
+        wrapper, mark, rest = _split_at_copy(name)
+        is_other_copy = bool(mark) and copies.get(wrapper) != (rest if mark == "modules_to_save" else None)
+        if is_other_copy or is_adapter_name(policy, name):
+            unserved.append(name)
+    return frozenset(unserved)
+
+
+def served_copies(policy: nn.Module) -> dict[str, str | None]:
+    """Whose copy runs, by the path of each of PEFT's wrappers for `modules_to_save`; None where the original does."""
+    chosen: dict[str, str | None] = {}
+    for path, module in policy.named_modules(remove_duplicate=False):
+        if isinstance(module, ModulesToSaveWrapper):
+            active = (
+                [] if module.disable_adapters else [a for a in module.active_adapters if a in module.modules_to_save]
+            )
+            chosen[path] = active[0] if active else None
+    return chosen
+
+
+def is_adapter_name(policy: nn.Module, name: str) -> bool:
+    """Whether a parameter is an adapter's own: neither the base model's nor a copy of it."""
+    prefixes = [str(policy.base_model.prefix)] if isinstance(policy, PeftModel) else []
+    return any(part.startswith((*_ADAPTER_PREFIXES, *prefixes)) for part in name.split("."))
+
+
+def _split_at_copy(name: str) -> tuple[str, str, str]:
+    """Path of the wrapper for `modules_to_save` that a name leads through, which side of it, and whose copy."""
+    found = _COPY.search(name)
+    return (name[: found.start()], found[1], found[2] or "") if found is not None else ("", "", "")
 
 
 def _parts(plain_name: str, ours: Mapping[str, _Named], packed_modules: Mapping[str, Sequence[str]]) -> list[_Named]:

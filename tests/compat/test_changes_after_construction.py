@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from compat_pairs import assert_compute_is_cast_of_masters, assert_equal, assert_works, masters_of
 from tiny import make_trainer, max_difference, tiny_model, weights
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from trl_budget import BudgetGRPOTrainer, SettingsError
+from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, SettingsError
 
 
 def change_the_learning_rate(trainer: Any) -> None:
@@ -171,3 +173,32 @@ def test_gradient_checkpointing_switched_on_after_construction(tmp_path: Path) -
         trainer.train()
 
     assert_works(tmp_path, run=run, max_steps=2)
+
+
+class Mask(TrainerCallback):
+    """Trains half of a matrix, and skips the second step."""
+
+    trainer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        with trainer.editable_gradients() if isinstance(trainer, BudgetGRPOTrainer) else nullcontext():
+            kwargs["model"].model.layers[0].mlp.up_proj.weight.grad[:64] = 0
+        if state.global_step == 1:
+            kwargs["model"].zero_grad()
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_gradients_edited_by_a_callback_are_stocks(tmp_path: Path, placement: str) -> None:
+    trainers = []
+    for base, settings in (
+        (GRPOTrainer, {}),
+        (BudgetGRPOTrainer, {"config_class": BudgetGRPOConfig, "optimizer_placement": placement}),
+    ):
+        mask = Mask()
+        kwargs = {"callbacks": [mask]}
+        path = tmp_path / base.__name__
+        mask.trainer = make_trainer(base, path, max_steps=3, weight_decay=0.0, trainer_kwargs=kwargs, **settings)
+        mask.trainer.train()
+        trainers.append(mask.trainer)
+    assert_equal(*trainers)

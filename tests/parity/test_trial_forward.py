@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from transformers import set_seed
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, SettingsError, attention
-from trl_budget.trial_forward import forward_draws, packing_fault
+from trl_budget.packing_trial import packing_fault
+from trl_budget.trial_forward import forward_draws
 from trl_budget.upstream_attention import enable_packed_attention
 
 
@@ -60,3 +62,29 @@ def test_trials_leave_the_random_state_and_the_mode_as_they_were() -> None:
     assert not forward_draws(model, SIZES["vocab_size"], nullcontext())
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_that_only_the_mask_knows_is_found(dtype: torch.dtype) -> None:
+    set_seed(0)
+    sizes = {**SIZES, "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**sizes)).to(dtype)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    enable_packed_attention([model])
+    found = packing_fault(model, SIZES["vocab_size"], nullcontext(), is_exact=False, num_windows=2)
+    assert found == "2 of 2 layers keep their sliding window to the mask, which a pack has not"
+    mistral = family_model("Mistral with a window of 5", dtype)
+    enable_packed_attention([mistral])
+    assert packing_fault(mistral, SIZES["vocab_size"], nullcontext(), is_exact=True, num_windows=1) is None
+
+
+def test_what_bf16_would_hide_is_found_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = attention.packed_attention
+
+    def scaled(query: torch.Tensor, *arguments: Any, **features: Any) -> torch.Tensor:
+        return original(query * 8, *arguments, **features)
+
+    monkeypatch.setattr(attention, "packed_attention", scaled)
+    model = family_model("Llama", torch.bfloat16)
+    assert "a packed row differed from the row alone" in str(fault(model))

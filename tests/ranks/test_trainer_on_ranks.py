@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_launcher import run_ranks
-from tiny import max_difference
+from tiny import max_difference, tiny_model
 from trainer_programs import CASES, pairs, with_facts_of_a_gpu
 
 LEARNING_RATE = 1e-3
@@ -88,3 +88,11 @@ def test_resume_on_two_ranks_equals_an_uninterrupted_run(cast: list[dict[str, An
         for name, entry in whole["state"].items():
             for key, value in entry.items():
                 assert torch.equal(value, resumed["state"][name][key]), (name, key)
+
+
+def test_a_bf16_reference_follows_by_small_shares_alike_on_both_ranks(cast: list[dict[str, Any]]) -> None:
+    start = {name: p.detach().to(torch.bfloat16) for name, p in tiny_model().named_parameters()}
+    first, second = (result["reference"] for result in cast)
+    assert max_difference(first, second) == 0.0
+    moved = sum(int((first[name] != value).sum()) for name, value in start.items())
+    assert moved > 0, "it has to have moved for equality to mean something"

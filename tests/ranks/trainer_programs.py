@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from tiny import comparable_log, make_trainer, tiny_model, weights
+from tiny import comparable_log, make_trainer, save_tiny_model, tiny_model, weights
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -110,6 +111,16 @@ def with_facts_of_a_gpu(folder: Path) -> dict[str, Any]:
     whole = run(BudgetGRPOTrainer, folder / "whole", **saves)
     checkpoint = str(folder / "whole" / "checkpoint-2")
     resumed = run(BudgetGRPOTrainer, folder / "resumed", resume=checkpoint, **saves)
+    sync = {"beta": 0.05, "sync_ref_model": True, "ref_model_mixup_alpha": 0.01, "ref_model_sync_steps": 1}
+    name = str(folder / "model")
+    if rank() == 0:
+        save_tiny_model(folder / "model")
+    torch.distributed.barrier()
+    following = make_trainer(BudgetGRPOTrainer, folder, model=name, max_steps=3, **sync)
+    following.train()
+    reference = {name: p.detach().clone() for name, p in following.ref_model.named_parameters()}
+    del following
+    gc.collect()
     start = make_trainer(BudgetGRPOTrainer, folder, model=model_of_this_rank())
     state = start._host_adamw.state
     masters = {n: state[p]["master_weights"].clone() for n, p in start.model.named_parameters() if p in state}
@@ -119,5 +130,6 @@ def with_facts_of_a_gpu(folder: Path) -> dict[str, Any]:
         "start": weights(start),
         "whole": whole,
         "resumed": resumed,
+        "reference": reference,
         "files": sorted(path.name for path in Path(checkpoint).iterdir()),
     }

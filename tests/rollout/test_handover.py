@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_vllm import FakeLLM, stand_in_for_vllm
-from peft import LoraConfig, PromptTuningConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import byte_tokenizer, comparable_log, make_trainer, max_difference, save_tiny_model, tiny_model, weights
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
@@ -22,6 +22,7 @@ from trl import GRPOConfig
 from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer
 from trl_budget.card import Card
 from trl_budget.errors import DeviceMemoryError, ParkedError, SettingsError, StalePolicyError, WeightSyncError
+from trl_budget.page_locking import CopySpeed
 from trl_budget.residency import Phase
 from trl_budget.rollout import ColocatedGeneration
 
@@ -103,6 +104,26 @@ def test_in_copy_mode_nothing_of_the_trainer_is_on_the_card_while_the_engine_is_
     assert trainer.residents() == "policy"
 
 
+@pytest.mark.parametrize("pins", [True, False])
+def test_parked_weights_are_page_locked_as_the_field_says(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pins: bool
+) -> None:
+    monkeypatch.setattr("trl_budget.page_locking._DEVICES_BEHIND_A_BUS", ("cpu",))
+    monkeypatch.setattr("trl_budget.page_locking.copy_speed", lambda device, slab: CopySpeed(1.0, 1.0))
+    asked: list[int] = []
+    monkeypatch.setattr("trl_budget.pinned._cuda_host_register", lambda address, nbytes: asked.append(nbytes) or 0)
+    monkeypatch.setattr("trl_budget.pinned._cuda_host_unregister", lambda address: None)
+    trainer = build(folder, tmp_path, beta=0.1, pin_host_memory=pins, **COPYING)
+    parked = [trainer._parked_policy, *trainer._parked.values()]
+    asked.clear()
+    for owner in parked:
+        owner.unpark()
+        owner.release_host_copy()
+        owner.park()
+    assert [owner.name for owner in parked] == ["policy", "reference"]
+    assert asked == ([owner.host_bytes for owner in parked] if pins else [])
+
+
 def test_in_share_mode_nothing_is_loaded_and_the_weights_never_leave(folder: str, tmp_path: Path) -> None:
     trainer = build(folder, tmp_path, max_steps=2)
     trainer.train()
@@ -133,6 +154,22 @@ def test_reference_and_reward_models_are_there_only_while_they_score(folder: str
     assert set(seen["reference"]) == {"policy, reference"}
     assert set(seen["reward"]) == {"policy, reward model 0"}
     assert {residents for _, residents in events(trainer)} == {""}
+
+
+def test_a_parked_bf16_reference_follows_the_policy_by_small_shares(folder: str, tmp_path: Path) -> None:
+    settings = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.01}
+    ends = {}
+    for name, way in {"parked": COPYING, "present": NEITHER}.items():
+        trainer = train(folder, tmp_path, model_init_kwargs={"dtype": "bfloat16"}, **settings, **way)
+        parked = trainer._parked.get(trainer.ref_model)
+        assert (parked is not None and parked.is_parked) == (name == "parked")
+        values = dict(trainer.ref_model.named_parameters() if parked is None else parked.host_tensors())
+        assert {value.dtype for value in values.values()} == {torch.bfloat16}
+        ends[name] = {key: value.detach().clone() for key, value in values.items()}
+        assert trainer._fp32_reference.nbytes == 4 * sum(value.numel() for value in values.values())
+    start = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).named_parameters())
+    assert any(not torch.equal(value, start[key]) for key, value in ends["parked"].items())
+    assert max_difference(ends["parked"], ends["present"]) == 0.0
 
 
 @pytest.mark.parametrize("placement", ["host", "device"])
@@ -471,3 +508,107 @@ def test_vespo_is_checked_as_in_stock(folder: str, tmp_path: Path) -> None:
     trainer = build(folder, tmp_path, loss_type="vespo", vllm_importance_sampling_mode="token_mask")
     assert trainer.use_vllm
     assert not hasattr(trainer, "generation_config")
+
+
+# Adapters
+
+
+ONE_END = {
+    "a saved head": {"modules_to_save": ["lm_head"]},
+    "lora of the embedding": {"target_modules": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("kind", ONE_END)
+def test_adapters_at_one_end_of_a_tie_are_refused_before_the_engine_starts(
+    kind: str, folder: str, tmp_path: Path
+) -> None:
+    class Trainer(HandoverTrainer):
+        def _engine_class(self, **_: Any) -> FakeLLM:
+            raise AssertionError("the engine was started")
+
+    lora = {"peft_config": LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **ONE_END[kind]})}
+    with pytest.raises(SettingsError, match=r"(lm_head|embed_tokens).*which the model ties to.*use_vllm=False"):
+        build(folder, tmp_path, Trainer, trainer_kwargs=lora)
+
+
+@EVERY_WAY
+def test_trained_tokens_reach_the_engine(way: dict[str, str], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    config = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=list(range(2, 200)))
+    trainer = build(
+        folder,
+        tmp_path,
+        trainer_kwargs={"peft_config": config},
+        learning_rate=3e-2,
+        verify_weight_sync="always",
+        **{**way, "share_vllm_weights": "auto"},
+    )
+    base = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.train()
+    assert trainer._weight_sync._num_verified >= 3
+    assert max(largest_gaps(trainer)) < 1e-4
+    assert all(torch.equal(trainer.model.get_parameter(name), value) for name, value in base.items())
+
+
+def largest_gaps(trainer: Any) -> list[float]:
+    return [e[key] for e in trainer.state.log_history for key in e if "sampling_logp_difference/max" in key]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_model_with_adapters_of_any_name_is_served(beta: float, tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
+    name = "mine" if beta == 0 else "default"  # TRL makes "ref" of it
+    policy = get_peft_model(tiny_model(), config, adapter_name=name)
+    policy.get_base_model().config._name_or_path = policy.name_or_path = save_tiny_model(tmp_path / "model")
+    trainer = build(
+        policy, tmp_path, beta=beta, learning_rate=3e-2, verify_weight_sync="always", model_init_kwargs=None
+    )
+    assert ("ref" in trainer.model.peft_config) == (beta > 0)
+    trainer.train()
+    assert max(largest_gaps(trainer)) < 1e-4
+
+
+# Log-probs of a forward that is random
+
+
+RANDOM_FORWARDS: dict[str, dict[str, Any]] = {
+    "neftune_noise_alpha=5": {"neftune_noise_alpha": 5.0},
+    "lora_dropout": {
+        "trainer_kwargs": {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)},
+        "learning_rate": 0.3,
+    },
+}
+
+
+@pytest.mark.parametrize("reason", RANDOM_FORWARDS)
+def test_where_the_trainers_log_probs_are_random_the_gap_ends_no_run(
+    reason: str, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "trl_budget.checked_rollouts"):
+        trainer = train(folder, tmp_path, verify_weight_sync="always", **RANDOM_FORWARDS[reason])
+    assert trainer.state.global_step == 3
+    assert max(largest_gaps(trainer)) > 0.5
+    told = [record.getMessage() for record in caplog.records if "is not watched" in record.getMessage()]
+    assert len(told) == 1 and reason in told[0] and "verify_weight_sync" in told[0]
+
+
+def test_with_a_random_forward_the_weights_are_still_compared(folder: str, tmp_path: Path) -> None:
+    trainer = build(folder, tmp_path, neftune_noise_alpha=5.0, verify_weight_sync="always", share_vllm_weights="off")
+    model = trainer.vllm_generation.llm.model
+    load_weights = model.load_weights
+
+    def stale(named: Any) -> None:
+        load_weights([(name, weight + (0.5 if "v_proj" in name else 0)) for name, weight in named])
+
+    model.load_weights = stale
+    with pytest.raises(WeightSyncError, match="v_proj"):
+        trainer.train()
+
+
+def test_in_evaluation_the_gap_is_watched_whatever_is_random_in_training(folder: str, tmp_path: Path) -> None:
+    trainer = build(folder, tmp_path, neftune_noise_alpha=5.0, reuse_old_logprobs="off")
+    trainer.model.eval()
+    assert trainer._why_gap_is_wide() is None
+    trainer.model.train()
+    assert "neftune" in trainer._why_gap_is_wide()

@@ -10,8 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
-from torch_reference import backward, random_parameters
+from torch_reference import (
+    assert_same_bits,
+    backward,
+    fp32_twins,
+    random_gradients,
+    random_parameters,
+    stock_adamw,
+)
 
 from trl_budget import host_adamw
 from trl_budget.errors import SettingsError
@@ -140,6 +148,31 @@ def test_a_parameter_left_out_of_one_step_is_not_stepped_with_its_old_gradient()
     optimizer.step()
     assert torch.equal(optimizer.state[parameters[1]]["master_weights"], before)
     assert optimizer.state[parameters[1]]["step"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("drops_first", [False, True], ids=["", "after zero_grad to None"])
+@pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
+def test_gradients_set_to_zero_are_stepped_as_zeros_where_torch_has_them(
+    clip: bool, drops_first: bool, dtype: torch.dtype
+) -> None:
+    """Of three parameters one is always used, one in the first step only, one never."""
+    parameters = random_parameters([(17,), (33, 7), (5,)], dtype)
+    twins = fp32_twins(parameters)
+    optimizer, stock = HostAdamW(parameters, lr=1e-2), stock_adamw(twins, "fused", lr=1e-2)
+    for weights, stepper in ((parameters, optimizer), (twins, stock)):
+        for step in range(4):
+            gradients = random_gradients(parameters, step)
+            backward(weights, [gradients[0], gradients[1] if step == 0 else None, None])
+            if clip:
+                optimizer.clip_grad_norm_(0.5) if stepper is optimizer else clip_grad_norm_(twins, 0.5)
+            stepper.step()
+            if drops_first and step == 1:
+                stepper.zero_grad()
+            stepper.zero_grad(set_to_none=False)
+    assert_same_bits(optimizer, parameters, stock, twins)
+    assert [stock.state[twin].get("step") for twin in twins] == [4, 2 if drops_first else 4, None]
+    assert optimizer.gradient(parameters[2]) is None
 
 
 class FailsInBackward(torch.autograd.Function):

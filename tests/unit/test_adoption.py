@@ -269,3 +269,88 @@ def test_exchanges_fills_and_flips_at_random_places_change_the_checksum(seed: in
         assert not torch.equal(checksums([parameter]), before), index
         parameter.data.copy_(original)
         assert torch.equal(checksums([parameter]), before)
+
+
+# Weights swapped in for a save
+
+
+def swapped(dtype: torch.dtype = torch.bfloat16) -> tuple[HostAdamW, list[Parameter], list[torch.Tensor]]:
+    """An optimizer after a step, its parameters with an average in them, and the trained weights."""
+    parameters = random_parameters(MIXED_SHAPES, dtype)
+    optimizer = HostAdamW(parameters, lr=1e-4)
+    backward(parameters, random_gradients(parameters, 0))
+    optimizer.step()
+    kept = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters[1:]:
+        parameter.data.view(-1)[::2] = 0.25
+    return optimizer, parameters, kept
+
+
+def masters_of(optimizer: HostAdamW, parameters: list[Parameter]) -> list[torch.Tensor]:
+    return [optimizer.state[p]["master_weights"].clone() for p in parameters]
+
+
+def test_a_save_of_swapped_weights_holds_their_masters_and_the_trained_ones_keep_every_bit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    optimizer, parameters, kept = swapped()
+    before = masters_of(optimizer, parameters)
+    assert any(not torch.equal(b, k.float()) for b, k in zip(before, kept, strict=True)), "low bits to lose"
+    with optimizer.masters_of_present_weights():
+        saved = [entry["master_weights"].clone() for entry in optimizer.state_dict()["state"].values()]
+    for parameter, master, old, k in zip(parameters, saved, before, kept, strict=True):
+        assert torch.equal(master, torch.where(parameter.detach() == k, old, parameter.detach().float()))
+    for parameter, k in zip(parameters, kept, strict=True):
+        parameter.data.copy_(k)
+    assert optimizer.adopt_external_writes() == []
+    assert all(torch.equal(a, b) for a, b in zip(masters_of(optimizer, parameters), before, strict=True))
+    assert caplog.messages == []
+
+
+def test_swapped_weights_that_stay_are_adopted_after_the_save_as_without_one() -> None:
+    results = []
+    for saves in (True, False):
+        optimizer, parameters, _ = swapped()
+        if saves:
+            with optimizer.masters_of_present_weights():
+                pass
+        backward(parameters, random_gradients(parameters, 1))
+        optimizer.step()
+        results.append(masters_of(optimizer, parameters))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_save_amid_an_accumulation_leaves_the_gradients_alone() -> None:
+    optimizer, parameters, _ = swapped()
+    before = masters_of(optimizer, parameters)
+    backward(parameters, random_gradients(parameters, 1))
+    sums = [optimizer.gradient(p).clone() for p in parameters]
+    with optimizer.masters_of_present_weights():
+        assert any(not torch.equal(a, b) for a, b in zip(masters_of(optimizer, parameters), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(masters_of(optimizer, parameters), before, strict=True))
+    assert all(torch.equal(optimizer.gradient(p), s) for p, s in zip(parameters, sums, strict=True))
+
+
+def test_a_save_takes_no_memory_for_the_masters_between_steps() -> None:
+    optimizer, parameters, _ = swapped()
+    accumulators = [optimizer._slots[p].accumulator.data_ptr() for p in parameters]
+    before = masters_of(optimizer, parameters)
+    with optimizer.masters_of_present_weights():
+        stashed = [optimizer._slots[p].accumulator for p in parameters[1:]]
+        assert all(torch.equal(a, b) for a, b in zip(stashed, before[1:], strict=True))
+        assert [optimizer.gradient(p) for p in parameters] == [None] * len(parameters)
+    assert [optimizer._slots[p].accumulator.data_ptr() for p in parameters] == accumulators
+
+
+def test_a_save_that_fails_leaves_the_masters_as_they_were() -> None:
+    optimizer, parameters, _ = swapped()
+    before = masters_of(optimizer, parameters)
+    with pytest.raises(OSError, match="disk full"), optimizer.masters_of_present_weights():
+        raise OSError("disk full")
+    assert all(torch.equal(a, b) for a, b in zip(masters_of(optimizer, parameters), before, strict=True))
+
+
+def test_a_save_of_weights_stepped_in_place_has_nothing_to_lend() -> None:
+    optimizer, parameters, _ = swapped(torch.float32)
+    with optimizer.masters_of_present_weights():
+        assert all(optimizer.state[p]["master_weights"].data_ptr() == p.data_ptr() for p in parameters)

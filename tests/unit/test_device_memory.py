@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_budget import BudgetGRPOConfig
 from trl_budget.device_memory import (
+    LEAST_BUDGET_BYTES,
     CardMemory,
     DeviceMemoryBudget,
     allocator_cap,
@@ -72,6 +76,18 @@ class FakeCard:
         ("17179869184", 17179869184),
         ("17179869184 B", 17179869184),
         (17179869184, 17179869184),
+        (17179869184.0, 17179869184),
+        (2**30, 2**30),
+        ("24G", 24 * 2**30),
+        ("24g", 24 * 2**30),
+        ("24Gi", 24 * 2**30),
+        ("1.5 G", 3 * 2**29),
+        ("512M", 2**29),
+        ("512mi", 2**29),
+        ("8K", 8192),
+        ("2T", 2**41),
+        ("24 B", 24),
+        ("512b", 512),
     ],
 )
 def test_a_size_is_read_with_its_unit(value: str | int, nbytes: int) -> None:
@@ -79,11 +95,42 @@ def test_a_size_is_read_with_its_unit(value: str | int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["16G", "GiB", "", "-1GiB", "1,5GiB", "16GiB 2", "0GiB", 0, -5, True, 16.0, "1e9", None]
+    "value", ["16X", "GiB", "", "-1GiB", "1,5GiB", "16GiB 2", "0GiB", 0, -5, True, -16.0, 0.5, "1e9", None]
 )
 def test_a_size_that_is_none_is_refused_with_what_is_accepted(value: object) -> None:
     with pytest.raises(SettingsError, match="Write '16GiB', '24 GB' or 17179869184"):
         parse_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (24, "24GiB"),
+        ("24", "24GiB"),
+        (24.0, "24GiB"),
+        (" 24 ", "24GiB"),
+        ("1.5", "1.5GiB"),
+        (24576, "24576MiB"),
+        ("25165824", "25165824KiB"),
+    ],
+    ids=repr,
+)
+def test_a_small_number_without_a_unit_is_refused_with_the_unit_to_write(value: object, written: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        parse_bytes(value)
+    assert f"{value!r} is a size without a unit" in str(error.value)
+    assert f"Set device_memory_budget='{written}'" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [24, "24", 24.0])
+def test_a_config_with_a_budget_without_a_unit_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(SettingsError, match="Set device_memory_budget='24GiB'"):
+        BudgetGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", device_memory_budget=value)
+
+
+@given(st.integers(LEAST_BUDGET_BYTES, 2**48))
+def test_a_number_of_bytes_that_a_card_may_have_needs_no_unit(nbytes: int) -> None:
+    assert parse_bytes(nbytes) == parse_bytes(str(nbytes)) == nbytes
 
 
 def test_outside_torch_leaves_out_what_is_reserved_but_unmapped() -> None:

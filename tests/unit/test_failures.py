@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from torch_reference import (
     assert_same_bits,
@@ -27,6 +29,7 @@ from torch_reference import (
 )
 
 import trl_budget
+from trl_budget import host_gradients
 from trl_budget.errors import HostMemoryError, NonFiniteGradientError, SettingsError
 from trl_budget.host_adamw import HostAdamW
 from trl_budget.pinned import HostSlab, host_slab_bytes
@@ -108,12 +111,47 @@ def test_the_warning_names_the_parameter_and_counts(bad: float, caplog: pytest.L
 
 
 @in_place_and_separate
-def test_a_norm_that_overflows_is_skipped_though_every_gradient_is_finite(dtype: torch.dtype) -> None:
-    optimizer, parameters, *_ = trained(dtype)
-    before = [p.detach().clone() for p in parameters]
-    backward(parameters, [torch.full_like(p, 3e38) for p in parameters])
+@pytest.mark.parametrize("max_norm", [None, 1.0], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("size", [1e19, 1e20, 3e38])
+def test_finite_gradients_whose_norm_overflows_are_stepped_as_torch_steps_them(
+    size: float, max_norm: float | None, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, parameters, stock, twins = trained(dtype)
+    gradients = [torch.full_like(p, value) for p, value in zip(parameters, (1.0, size), strict=True)]
+    for weights, stepper in ((parameters, optimizer), (twins, stock)):
+        backward(weights, gradients)
+        if max_norm is not None:
+            clip = optimizer.clip_grad_norm_ if stepper is optimizer else partial(clip_grad_norm_, twins)
+            assert clip(max_norm).isinf()
+        stepper.step()
+        stepper.zero_grad()
+    assert_same_bits(optimizer, parameters, stock, twins)
+    assert optimizer.num_consecutive_skipped_steps == 0
+    assert [("2 gradients are finite" in m and "with 0" in m) for m in caplog.messages] == [True] * (max_norm == 1.0)
+
+
+@in_place_and_separate
+def test_measuring_a_norm_that_overflows_scales_nothing(dtype: torch.dtype) -> None:
+    optimizer, parameters, stock, twins = trained(dtype)
+    for weights, stepper in ((parameters, optimizer), (twins, stock)):
+        backward(weights, [torch.full_like(p, 2.0**65) for p in weights])
+        if stepper is optimizer:
+            assert optimizer.clip_grad_norm_(math.inf).isinf()
+        stepper.step()
+    assert_same_bits(optimizer, parameters, stock, twins)
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
+def test_finite_gradients_are_read_once_for_their_norm_and_not_again(
+    clip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, parameters, *_ = trained(torch.bfloat16)
+    monkeypatch.setattr(host_gradients, "is_finite", lambda _: pytest.fail("another sweep over the gradients"))
+    backward(parameters, random_gradients(parameters, seed=5))
+    if clip:
+        optimizer.clip_grad_norm_(1.0)
     optimizer.step()
-    assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+    assert optimizer.state[parameters[0]]["step"] == 3
 
 
 @in_place_and_separate
@@ -158,6 +196,7 @@ def test_a_skipped_step_does_not_disturb_the_schedule(recwarn: pytest.WarningsRe
         ({"eps": -1.0}, "eps", "-1.0"),
         ({"weight_decay": -0.1}, "weight_decay", "-0.1"),
         ({"implementation": "vectorised"}, "implementation", "'vectorised'"),
+        ({"lr": torch.tensor(-1e-3)}, "lr", "-0.001.*"),
     ],
     ids=str,
 )
@@ -166,6 +205,29 @@ def test_a_bad_argument_is_refused_with_value_reason_and_remedy(
 ) -> None:
     with pytest.raises(SettingsError, match=rf"{name}={value} .*(needs|runs) .*Set {name} to"):
         HostAdamW(random_parameters([(3,)], torch.bfloat16), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "complaint"),
+    [
+        ({"lr": "1e-3"}, "lr", "'1e-3' is of type str"),
+        ({"lr": None}, "lr", "None is of type NoneType"),
+        ({"lr": torch.tensor([1e-3, 1e-4])}, "lr", r"tensor\(\[.*\) is of type Tensor"),
+        ({"lr": torch.tensor(1e-3), "implementation": "foreach"}, "lr", r"tensor\(0.0010\) is a tensor"),
+        ({"eps": torch.tensor(1e-8)}, "eps", "tensor.*is of type Tensor"),
+        ({"weight_decay": "0"}, "weight_decay", "'0' is of type str"),
+        ({"betas": 0.9}, "betas", "0.9 is of type float"),
+        ({"betas": (0.9,)}, "betas", r"\(0.9,\) is of type tuple"),
+        ({"betas": (torch.tensor(0.9), torch.tensor(0.99))}, "betas", r"\(tensor.*is of type tuple"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_a_wrong_type_is_refused_by_its_type(
+    settings: dict[str, Any], name: str, complaint: str
+) -> None:
+    with pytest.raises(SettingsError, match=rf"{name}={complaint}.*Set (implementation|{name}) to") as refused:
+        HostAdamW(random_parameters([(3,)], torch.bfloat16), **settings)
+    assert "out of range" not in str(refused.value)
 
 
 @pytest.mark.parametrize("flag", ["amsgrad", "maximize", "capturable", "differentiable"])

@@ -23,6 +23,7 @@ from torch_reference import (
     train_pair,
 )
 
+from trl_budget.errors import SettingsError
 from trl_budget.host_adamw import BLOCK_ELEMENTS, HostAdamW
 from trl_budget.host_threads import HostThreads
 
@@ -139,6 +140,41 @@ def test_follows_a_learning_rate_schedule(make: Callable[[Any], Any], dtype: tor
             schedule.step()
     assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
     assert_same_bits(optimizer, parameters, stock, twins)
+
+
+@in_place_and_separate
+@pytest.mark.parametrize("implementation", ["fused", "loop"])
+@pytest.mark.parametrize("lr", [torch.tensor(0.1), torch.tensor([0.1])], ids=["scalar", "one element"])
+def test_a_learning_rate_tensor_that_a_schedule_writes_has_the_bits_of_torch(
+    lr: Tensor, implementation: str, dtype: torch.dtype
+) -> None:
+    parameters = random_parameters(MIXED_SHAPES, dtype)
+    twins = fp32_twins(parameters)
+    stock = stock_adamw(twins, implementation, lr=lr.clone())
+    optimizer = HostAdamW(parameters, lr=lr.clone(), implementation=implementation)
+    schedules = [LambdaLR(o, lambda step: 1 / (1 + step)) for o in (stock, optimizer)]
+    for step in range(4):
+        train_pair(optimizer, parameters, stock, twins, steps=[step])
+        for schedule in schedules:
+            schedule.step()
+    assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
+    assert_same_bits(optimizer, parameters, stock, twins)
+    resumed = HostAdamW([Parameter(p.detach().clone()) for p in parameters], implementation=implementation)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert torch.equal(resumed.param_groups[0]["lr"], stock.param_groups[0]["lr"])
+
+
+def test_a_learning_rate_tensor_put_into_a_group_of_foreach_is_refused_before_the_step() -> None:
+    [parameter] = random_parameters([(17,)], torch.bfloat16)
+    optimizer = HostAdamW([parameter], implementation="foreach")
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = saved["param_groups"][0]["lr"] = torch.tensor(0.1)
+    backward([parameter], [torch.ones(17)])
+    for action in (optimizer.step, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(SettingsError, match=r"'foreach'.*'fused' or 'loop'"):
+            action()
+    assert optimizer.state[parameter]["step"] == 0
+    optimizer.check_whole()
 
 
 @in_place_and_separate

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from trl_budget import HostAdamW, HostMemoryError
 from trl_budget.master_weights import capture_master_weights
-from trl_budget.pinned import available_host_memory, check_host_memory, container_headroom, host_slab_bytes
+from trl_budget.pinned import available_host_memory, check_host_memory, host_slab_bytes
 
 
 def test_more_than_there_is_is_refused_with_the_figures_and_what_to_set() -> None:
@@ -61,21 +59,3 @@ def test_staging_is_part_of_the_need_that_is_checked(
     optimizer = HostAdamW(parameters, gradient_placement=placement)
     assert host_slab_bytes() - before == need
     assert optimizer.gradient_placement == placement
-
-
-@pytest.mark.parametrize(
-    ("limit", "cached", "expected"),
-    [("1000", 0, 400), ("1000", 250, 650), ("500", 0, 0), ("max", 0, None)],
-    ids=["nothing cached", "a file was read", "over the limit", "no limit"],
-)
-def test_a_container_leaves_its_limit_less_what_cannot_be_reclaimed(
-    tmp_path: Path, limit: str, cached: int, expected: int | None
-) -> None:
-    (tmp_path / "memory.max").write_text(limit + "\n")
-    (tmp_path / "memory.current").write_text("600\n")
-    (tmp_path / "memory.stat").write_text(f"anon 300\ninactive_file {cached}\nslab 5\n")
-    assert container_headroom(tmp_path, "memory.max", "memory.current", "inactive_file") == expected
-
-
-def test_no_cgroup_means_no_limit(tmp_path: Path) -> None:
-    assert container_headroom(tmp_path, "memory.max", "memory.current", "inactive_file") is None

@@ -19,7 +19,6 @@ from trl_budget.host_threads import (
     HostThreads,
     ThreadScratch,
     background_thread,
-    container_cores,
     host_thread_count,
     step_threads,
     usable_cores,
@@ -180,33 +179,6 @@ def test_scratch_is_kept_from_call_to_call() -> None:
 )
 def test_the_number_of_threads_follows_the_environment(environment: dict[str, str], expected: int) -> None:
     assert host_thread_count(environment, num_cores=16) == expected
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"cpu.max": "800000 100000\n"}, 8),
-        ({"cpu.max": "750000 100000\n"}, 7),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "0 100000\n"}, None),
-        ({"cpu.max": "800000 0\n"}, None),
-        ({"cpu.max": "max\n"}, None),
-        ({"cpu.max": ""}, None),
-        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4),
-        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": ""}, None),
-        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
-        ({}, None),
-    ],
-    ids=str,
-)
-def test_a_container_allows_the_whole_cores_of_its_cpu_time(
-    tmp_path: Path, files: dict[str, str], expected: int | None
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    names = list(files) or ["cpu.max"]
-    assert container_cores(tmp_path, *names) == expected
 
 
 FILES_OF_CONTAINERS = [

@@ -120,6 +120,14 @@ def test_the_error_says_what_was_seen_what_was_usual_and_which_fields_to_look_at
     assert "share_vllm_weights='off'" in message
 
 
+def test_with_adapters_the_error_does_not_advise_to_copy_what_is_copied_already() -> None:
+    with pytest.raises(StalePolicyError) as failure:
+        LogProbGapGate(has_adapters=True).check(7, 1.2)
+    message = str(failure.value)
+    assert "share_vllm_weights" not in message
+    assert "verify_weight_sync='always'" in message and "peft_config" in message and "use_vllm=False" in message
+
+
 def test_a_higher_limit_serves_an_engine_that_differs_by_more() -> None:
     gate = LogProbGapGate(limit=1.0)
     gate.check(0, 0.9)

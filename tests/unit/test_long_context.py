@@ -115,6 +115,7 @@ def test_auto_leaves_every_bit_where_rounding_is_not_given_up_already(facts: dic
 
 
 OBSTACLES = [
+    ({"trains_nothing": True}, "no weight of the policy requires a gradient"),
     ({"gradient_checkpointing": False}, "gradient_checkpointing=False"),
     ({"parallelism": "FSDP"}, "FSDP"),
     ({"num_devices": 2}, "2 devices"),

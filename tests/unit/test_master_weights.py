@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch_reference import assert_same_bits, fp32_twins, random_parameters, stock_adamw, train_pair
 
 from trl_budget.host_adamw import HostAdamW
-from trl_budget.master_weights import capture_master_weights
+from trl_budget.master_weights import capture_master_weights, fp32_checkpoint_weights
 
 
 def fp32_model() -> nn.Sequential:
@@ -80,3 +84,44 @@ def test_parameters_that_transformers_keeps_in_fp32_stay_fp32() -> None:
     capture_master_weights(model, pin=False)
     kept = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
     assert kept == {"router.weight", "norm1.weight", "mlp.gate.weight"}
+
+
+def values_read(folder: Path) -> dict[str, float]:
+    """The first element of what is read for each parameter of a model with two."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: values.view(-1)[0].item()
+        for parameter, values in fp32_checkpoint_weights(str(folder), model)
+    }
+
+
+def write(path: Path, value: float, *names: str) -> None:
+    shapes = {"0.weight": (2, 2), "0.bias": (2,)}
+    save_file({name: torch.full(shapes[name], value) for name in names}, path)
+
+
+def test_a_checkpoint_is_its_own_file_and_no_other_of_the_folder(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", 1.0, "0.weight", "0.bias")
+    for other in (
+        "ema.safetensors",
+        "adapter_model.safetensors",
+        "zzz.safetensors",
+        "model-00001-of-00001.safetensors",
+    ):
+        write(tmp_path / other, 2.0, "0.weight", "0.bias")
+    assert values_read(tmp_path) == {"0.weight": 1.0, "0.bias": 1.0}
+
+
+def test_a_checkpoint_in_shards_is_what_its_index_names(tmp_path: Path) -> None:
+    shards = {"0.weight": "model-00001-of-00002.safetensors", "0.bias": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    for name, file in shards.items():
+        write(tmp_path / file, 1.0, name)
+    write(tmp_path / "ema.safetensors", 2.0, "0.weight", "0.bias")
+    assert values_read(tmp_path) == {"0.weight": 1.0, "0.bias": 1.0}
+
+
+def test_a_folder_without_a_checkpoint_gives_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "ema.safetensors", 2.0, "0.weight", "0.bias")
+    assert values_read(tmp_path) == {}

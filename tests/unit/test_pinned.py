@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from trl_budget.pinned import HostSlab, ParameterSlabs, host_slab_bytes
+from trl_budget import pinned
+from trl_budget.errors import HostMemoryError
+from trl_budget.pinned import HostSlab, ParameterSlabs, check_host_memory, host_slab_bytes
 
 ALIGNMENT_BYTES = 256
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=12)
@@ -99,6 +104,72 @@ def test_live_bytes_count_slabs_until_they_are_collected(pin: bool) -> None:
     assert host_slab_bytes(pinned_only=True) == pinned + (8192 if pin else 0)
     del slab
     assert (host_slab_bytes(), host_slab_bytes(pinned_only=True)) == (every, pinned)
+
+
+def kernel_flags(address: int) -> set[str]:
+    """Of the mapping at `address`, from the kernel."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            found = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError(f"{address:x} is not mapped")
+
+
+@pytest.mark.parametrize(
+    ("pin", "is_cuda", "is_kept"), [(True, False, True), (False, True, True), (False, False, False)]
+)
+def test_where_cuda_runs_no_worker_gets_the_pages_whether_locked_or_not(
+    monkeypatch: pytest.MonkeyPatch, pin: bool, is_cuda: bool, is_kept: bool
+) -> None:
+    """A worker that did would keep the old page of every weight that is stepped: the state twice."""
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: is_cuda)
+    slab = HostSlab(2**20, pin=pin, purpose="test", register=lambda address, nbytes: 0)
+    slab.storage.fill_(1)
+    assert ("dc" in kernel_flags(slab.storage.data_ptr())) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("release", "has_clause"), [("5.15.167.4-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)]
+)
+def test_a_refusal_to_page_lock_names_the_field_and_wsl2_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, release: str, has_clause: bool
+) -> None:
+    monkeypatch.setattr("os.uname", lambda: SimpleNamespace(release=release))
+    with pytest.raises(HostMemoryError) as error:
+        HostSlab(8192, pin=True, purpose="exp_avg", register=lambda address, nbytes: 2)
+    assert "CUDA error 2" in str(error.value)
+    assert "set pin_host_memory=False (HostAdamW: pin_memory=False)" in str(error.value)
+    assert ("WSL2" in str(error.value)) == has_clause
+
+
+def test_a_refusal_for_want_of_memory_does_not_speak_of_page_locking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.uname", lambda: SimpleNamespace(release="5.15.167.4-microsoft-standard-WSL2"))
+    with pytest.raises(HostMemoryError) as error:
+        check_host_memory(2, "test", available=1)
+    assert "pin_host_memory" not in str(error.value) and "WSL2" not in str(error.value)
+
+
+class Runtime:
+    """CUDA's runtime, which refuses to page-lock."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        return self.code
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, []), (2, ["cleared"])])
+def test_cudas_last_error_is_taken_back_after_a_refusal_and_only_then(
+    monkeypatch: pytest.MonkeyPatch, code: int, expected: list[str]
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr("torch.cuda.cudart", lambda: Runtime(code))
+    monkeypatch.setattr(pinned, "_clear_last_cuda_error", lambda: events.append("cleared"))
+    assert pinned._cuda_host_register(0, 4096) == code
+    assert events == expected
 
 
 def test_page_locking_is_asked_for_the_whole_slab_and_only_when_pinned() -> None:

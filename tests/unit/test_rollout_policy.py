@@ -20,7 +20,6 @@ NO_PARKING = {
 }
 NO_SHARING = {
     "adapters are merged into vLLM's own copy": {"is_adapter": True},
-    "the policy is quantized (bitsandbytes)": {"quantization": "bitsandbytes"},
     "the policy computes on float32 weights": {"compute_dtype": "float32"},
     "the policy computes on bfloat16, float32 weights": {"compute_dtype": "bfloat16, float32"},
     "this vLLM always drops its weights when it sleeps": {"has_sleep_backends": False},
@@ -48,6 +47,13 @@ def test_what_cannot_be_shared_is_parked(reason: str, facts: dict[str, Any]) -> 
     assert reason in plan.share.reason
     with pytest.raises(SettingsError, match="share_vllm_weights='on', but"):
         resolve_rollout("auto", "on", replace(COLOCATED, **facts))
+
+
+@pytest.mark.parametrize("is_colocated", [True, False])
+def test_a_quantized_policy_is_refused_in_every_mode_of_vllm(is_colocated: bool) -> None:
+    facts = replace(COLOCATED, is_colocated=is_colocated, is_adapter=True, quantization="bitsandbytes, 4 bits")
+    with pytest.raises(SettingsError, match=r"quantized \(bitsandbytes, 4 bits\).*packed storage.*use_vllm=False"):
+        resolve_rollout("auto", "auto", facts)
 
 
 @pytest.mark.parametrize("enables_sleep_mode", [False, True])
