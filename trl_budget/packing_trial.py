@@ -44,6 +44,7 @@ def packing_fault(
     *,
     is_exact: bool,
     num_windows: int = 0,
+    is_quantized: bool = False,
     unpacked: Unpacked = nullcontext,
 ) -> str | None:
     """What is wrong with packed rows of this model; None if nothing is.
@@ -55,10 +56,11 @@ def packing_fault(
         is_exact: whether other rows must not move a row by a bit. Routed experts share matrices between rows, so
             there only the size of the difference counts.
         num_windows: layers that see a sliding window, as the config has it; the trial's rows are shorter.
+        is_quantized: whether weights are, whose kernels round as they like: fp32 would tell nothing.
         unpacked: makes a context in which the model has its own attention, which a row alone is scored with.
     """
     has_dispatch = not undispatched_attention(model)
-    if has_dispatch and (fault := _exact_fault(model, vocabulary, unpacked)) is not None:
+    if has_dispatch and not is_quantized and (fault := _exact_fault(model, vocabulary, unpacked)) is not None:
         return fault
     try:
         with evaluating(model), autocast:

@@ -81,6 +81,8 @@ def try_padding(
     columns: PaddedColumns,
     layers: Sequence[nn.Module],
     autocast: AbstractContextManager[Any],
+    *,
+    is_quantized: bool = False,
 ) -> PaddingTrial:
     """Scores two rows as they are, with columns of padding, and past every boundary.
 
@@ -91,15 +93,17 @@ def try_padding(
         layers: the model's decoder layers from the first on, as many as show each kind of layer; the far trial ends
             with the last of them. Empty: it runs the whole model.
         autocast: context of the policy's forward, for a policy that cannot compute in fp32.
+        is_quantized: whether weights are, whose kernels round as they like.
     """
-    try:
-        with evaluating(model), in_fp32(model):
-            fault = _near_fault(model, vocabulary, columns, EXACT_TOLERANCE)
-            return PaddingTrial(fault or _far_fault(model, vocabulary, columns, layers))
-    except torch.OutOfMemoryError:
-        raise
-    except TRIAL_ERRORS as error:
-        logger.info("The trial of padded rows runs in the policy's dtype, since it fails in fp32: %s", error)
+    if not is_quantized:
+        try:
+            with evaluating(model), in_fp32(model):
+                fault = _near_fault(model, vocabulary, columns, EXACT_TOLERANCE)
+                return PaddingTrial(fault or _far_fault(model, vocabulary, columns, layers))
+        except torch.OutOfMemoryError:
+            raise
+        except TRIAL_ERRORS as error:
+            logger.info("The trial of padded rows runs in the policy's dtype, since it fails in fp32: %s", error)
     try:
         with evaluating(model), autocast:
             return PaddingTrial(_near_fault(model, vocabulary, columns, tolerance_of(model)), is_exact=False)

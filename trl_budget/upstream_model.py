@@ -127,7 +127,7 @@ def reuse_facts(trainer: Any, base: type) -> ReuseFacts:
         neftune_noise_alpha=args.neftune_noise_alpha,
         training_mode_layers=training_mode_layers,
         draws_random_numbers=is_tried and forward_draws(model, config.vocab_size, trainer.accelerator.autocast()),
-        is_quantized=bool(getattr(model, "is_quantized", False)) or any(_is_quantized(m) for _, m in named),
+        is_quantized=_is_quantized(model),
         merged_adapters=any(getattr(m, "merged_adapters", None) for _, m in named),
         torch_compile=bool(args.torch_compile),
         overrides=_overridden(trainer, base, _SCORING_METHODS),
@@ -141,8 +141,9 @@ def _overridden(trainer: Any, base: type, methods: Iterable[str]) -> tuple[str, 
     return tuple(dict.fromkeys([*replaced, *(name for name in methods if name in vars(trainer))]))
 
 
-def _is_quantized(module: nn.Module) -> bool:
-    return any(getattr(parameter, "quant_state", None) is not None for parameter in module.parameters(recurse=False))
+def _is_quantized(model: nn.Module) -> bool:
+    has_state = any(getattr(parameter, "quant_state", None) is not None for parameter in model.parameters())
+    return has_state or bool(getattr(model, "is_quantized", False))
 
 
 def packing_trial(trainer: Any) -> str | None:
@@ -154,6 +155,7 @@ def packing_trial(trainer: Any) -> str | None:
         trainer.accelerator.autocast(),
         is_exact=not upstream_config.is_routed(config),
         num_windows=upstream_config.num_windows(config),
+        is_quantized=_is_quantized(trainer.model),
         unpacked=lambda: with_own_attention([trainer.model]),
     )
 
@@ -169,7 +171,8 @@ def padding_trial(trainer: Any) -> PaddingTrial:
     )
     layers = upstream_config.telling_layers(model, config)
     with with_exact_attention(model):
-        return try_padding(model, config.vocab_size, columns, layers, trainer.accelerator.autocast())
+        autocast = trainer.accelerator.autocast()
+        return try_padding(model, config.vocab_size, columns, layers, autocast, is_quantized=_is_quantized(model))
 
 
 def model_shape(trainer: Any) -> ModelShape:

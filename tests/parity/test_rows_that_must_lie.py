@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 from gpu_choices import choose_as_on_cuda, row
+from packed_models import rows, score
 from peft import LoraConfig, PeftConfig, XLoraConfig
 from test_token_budget import OursRecording, StockRecording, relative, uneven_rollouts
-from tiny import byte_tokenizer, make_trainer, max_difference, tiny_model, weights
+from tiny import byte_tokenizer, make_trainer, max_difference, save_tiny_model, tiny_model, weights
 from transformers import set_seed
 from trl import GRPOTrainer
 
@@ -308,3 +309,26 @@ def test_a_model_without_attention_heads_builds_and_trains(tmp_path: Path) -> No
     assert "linear_attention would carry one row into the next" in row(ours, "padding_free").reason
     assert relative(ours.gradients[0], stock.gradients[0]) < 1e-5
     assert max_difference(weights(ours), weights(stock)) < 1e-4
+
+
+def test_adapters_on_a_4_bit_base_are_packed(tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    folder = save_tiny_model(tmp_path / "model")
+    ids, mask = rows((9, 1, 2, 3), (6, 10, 9, 4))
+    found = []
+    for kind, trainer_class in (("stock", GRPOTrainer), ("ours", BudgetGRPOTrainer)):
+        four_bits = transformers.BitsAndBytesConfig(load_in_4bit=True)
+        kwargs = {"peft_config": lora(), "quantization_config": four_bits}
+        config = {} if kind == "stock" else {"config_class": BudgetGRPOConfig}
+        set_seed(0)
+        trainer = make_trainer(trainer_class, tmp_path / kind, folder, trainer_kwargs=kwargs, **config, max_steps=1)
+        model = trainer.model.eval()
+        with torch.no_grad():
+            scored = score(RowsModel(model, 10, is_packed=True) if config else model, ids, mask, 10)[0]
+        # A 4-bit layer computes for good in the dtype of its first input, which must not be a trial's.
+        dtypes = {layer.compute_dtype for layer in model.modules() if isinstance(layer, bnb.nn.Linear4bit)}
+        found.append((scored, dtypes))
+    assert row(trainer, "padding_free").value == "packed"
+    (expected, stock_dtypes), (packed, dtypes) = found
+    assert dtypes == stock_dtypes
+    assert (packed - expected)[mask[:, -10:].bool()].abs().max() < 5e-2
