@@ -74,7 +74,11 @@ def levels(root: Path, group: str) -> list[Path]:
             version 1 the path on the host, which does not exist under the container's mount.
     """
     parts = [part for part in group.split("/") if part]
-    if ".." in parts or not root.joinpath(*parts).is_dir():
+    try:
+        is_mounted = ".." not in parts and root.joinpath(*parts).is_dir()
+    except OSError:  # a name that is too long for this file system
+        is_mounted = False
+    if not is_mounted:
         return [root]
     return [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 
@@ -92,13 +96,13 @@ def container_headroom(folder: Path, limit: str, used: str, reclaimable: str) ->
     """
     try:
         texts = [(folder / name).read_text() for name in (limit, used, "memory.stat")]
-    except OSError:
+        if not texts[0].strip().isdigit():
+            return None
+        statistics = dict(pair for line in texts[2].splitlines() if len(pair := line.split()) == 2)
+        charged = int(texts[1]) - int(statistics.get(reclaimable, 0))
+    except (OSError, ValueError):
         return None
-    if not texts[0].strip().isdigit():
-        return None
-    statistics = dict(line.split() for line in texts[2].splitlines())
-    charged = int(texts[1]) - int(statistics.get(reclaimable, 0))
-    return max(0, int(texts[0]) - charged)
+    return max(0, int(texts[0]) - max(0, charged))
 
 
 def container_cores(folder: Path, *files: str) -> int | None:
@@ -123,7 +127,7 @@ def container_cores(folder: Path, *files: str) -> int | None:
 def _groups(membership: Path) -> dict[str, str]:
     """This process' group by controller, "" for version 2; empty where the kernel tells nothing."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = membership.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return {}
     entries = [line.split(":", 2) for line in lines if line.count(":") >= 2]

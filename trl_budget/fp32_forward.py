@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -33,6 +33,9 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     handles: list[RemovableHandle] = []
     lifted: list[_Lifted] = []
     try:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):  # its rows are exact in fp32; a copy of the table would take GBs
+                handles.append(module.register_forward_hook(_widened))
         for runner, owners in _runners(model):
             lifted.append(_Lifted(owners))
             handles.append(runner.register_forward_pre_hook(lifted[-1].lift, prepend=True))
@@ -48,8 +51,14 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
             weights.lower()
 
 
+def _widened(_: nn.Module, __: Any, output: Any) -> Any:
+    return output.float() if isinstance(output, Tensor) and output.dtype in _LIFTED else output
+
+
 def _runners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Modules that run, and the modules whose weights are fp32 meanwhile: decoder layers whole, the others alone.
+
+    Not embeddings, whose rows are widened instead.
 
     Within a layer a module may read another's weights (Mamba's `dt_proj.weight @ x`, or a cast to its dtype).
     """
@@ -58,7 +67,7 @@ def _runners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
             yield module, list(module.modules())
             inside.update(module.modules())
-        elif module not in inside:
+        elif module not in inside and not isinstance(module, nn.Embedding):
             yield module, [module]
 
 

@@ -73,6 +73,7 @@ class GradientLoan:
         had_gradient = slot.gradient is not None
         if edited is None:
             slot.forget_gradient()
+            slot.had_gradient = False  # as torch: None is no zero, which `zero_grad(set_to_none=False)` would make
             return had_gradient
         assert slot.accumulator is not None
         slot.accumulator_is_filled = True
@@ -107,6 +108,7 @@ class SharedGradientLoan(GradientLoan):
             return super()._take_over(slot, edited)
         shared = cast(SharedSlot, slot)
         had_gradient = shared.reduced is not None
+        shared.had_gradient = edited is not None and shared.had_gradient
         shared.reduced = None if edited is None else shared.peers[shared.reducer]
         if shared.reduced is None or edited is None or shared.reducer != self._ranks.local_rank:
             return had_gradient != (edited is not None)

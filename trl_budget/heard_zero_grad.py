@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from trl_budget.errors import SettingsError
+
 ATTRIBUTE = "zero_grad"
 
 
@@ -34,9 +36,7 @@ class HeardZeroGrad:
 
     def __call__(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`, then tells the listeners."""
-        module = self._module()
-        if module is None:
-            return
+        module = self._owner()
         zero = self.own or _method(module)
         zero(set_to_none)
         for listener in self.listeners:
@@ -45,15 +45,22 @@ class HeardZeroGrad:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeardZeroGrad:
         """For the copy of the module, which is being made."""
-        module = self._module()
-        assert module is not None
+        module = self._owner()
         return HeardZeroGrad(copy.deepcopy(module, memo), copy.deepcopy(self.own, memo))
 
     def __reduce__(self) -> Any:
         """Pickled as the module's plain method, which needs nothing of this library to be read."""
-        module = self._module()
-        assert module is not None
-        return _method(module).__reduce__()
+        return _method(self._owner()).__reduce__()
+
+    def _owner(self) -> nn.Module:
+        """The module; what a shallow copy of it took along finds none once the module is gone."""
+        if (module := self._module()) is not None:
+            return module
+        raise SettingsError(
+            "zero_grad() was called on a shallow copy of a policy that is gone. The copy holds what the trainer had "
+            f"given to the original, which would clear nothing. Delete it (`del vars(copy)['{ATTRIBUTE}']`), or make "
+            "the copy with copy.deepcopy()."
+        )
 
 
 def hear_zero_grad(module: nn.Module, listener: Callable[[bool], None]) -> None:

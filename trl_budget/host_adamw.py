@@ -408,6 +408,10 @@ class HostAdamW(torch.optim.Optimizer):
             self.num_consecutive_skipped_steps,
         )
 
+    def release_gradients(self) -> None:
+        """Takes no more gradients: they stay in `parameter.grad`, for another optimizer."""
+        self._hooks.detach()
+
     def check_whole(self) -> None:
         """Refuses weights of which some were stepped and others not; to be asked before the model alone is saved.
 

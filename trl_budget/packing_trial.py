@@ -68,7 +68,9 @@ def packing_fault(
             leak = 0.0 if is_exact else tolerance
             fault = _fault(model, vocabulary, unpacked, tolerance, leak)
             return fault or (_window_fault(model, vocabulary, num_windows) if has_dispatch else None)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except TRIAL_ERRORS as error:
         return f"a trial run of packed rows failed: {error}"
 
 

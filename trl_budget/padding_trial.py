@@ -107,6 +107,8 @@ def try_padding(
     try:
         with evaluating(model), autocast:
             return PaddingTrial(_near_fault(model, vocabulary, columns, tolerance_of(model)), is_exact=False)
+    except torch.OutOfMemoryError:
+        raise
     except TRIAL_ERRORS as error:
         return PaddingTrial(f"a trial run of padded rows failed: {str(error).rstrip('.')}", is_exact=False)
 

@@ -124,9 +124,9 @@ class PassChoices:
     def _common_facts(self) -> LayoutFacts:
         """What the layout depends on, one for all ranks: a rank may have a callback or a hook of its own."""
         facts = upstream.layout_facts(self._trainer, self._base)
-        found = zip(*gather_object([(facts.hooks, facts.observers)]), strict=True)
-        hooks, observers = (tuple(dict.fromkeys(name for names in kind for name in names)) for kind in found)
-        return dataclasses.replace(facts, hooks=hooks, observers=observers)
+        found = gather_object([(facts.hooks, facts.gradient_hooks, facts.observers)])
+        common = [tuple(dict.fromkeys(n for names in ranks for n in names)) for ranks in zip(*found, strict=True)]
+        return dataclasses.replace(facts, hooks=common[0], gradient_hooks=common[1], observers=common[2])
 
     def _choose_budget(self, layout: ResolvedSetting) -> ResolvedSetting:
         def room() -> int:

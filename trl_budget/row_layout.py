@@ -56,6 +56,9 @@ class LayoutFacts:
         router_loss: whether the router's load-balancing loss is trained.
         top_entropy_quantile: the training arguments' value.
         overrides: loss methods that a subclass overrides.
+        gradient_hooks: functions of the user that are called with a parameter's gradient in every backward.
+        steps_in_backward: the training arguments' `optim`, where it steps parameters while backward runs.
+        training_mode_layers: layers that compute over all rows and columns of a batch in training (batch norm).
         observers: what of the user's looks at the loss or the gradients between two micro-batches.
         padding_fault: what a trial run of rows with and without padding found wrong.
         is_padding_tried: whether that run could compute in fp32, or is still to come.
@@ -89,6 +92,9 @@ class LayoutFacts:
     router_loss: bool = False
     top_entropy_quantile: float = 1.0
     overrides: tuple[str, ...] = ()
+    gradient_hooks: tuple[str, ...] = ()
+    steps_in_backward: str | None = None
+    training_mode_layers: tuple[str, ...] = ()
     observers: tuple[str, ...] = ()
     padding_fault: str | None = None
     is_padding_tried: bool = True
@@ -128,6 +134,10 @@ _MOVING_OBSTACLES = (
     _Obstacle(
         lambda f: f.neftune_noise_alpha is not None,
         lambda f: f"neftune_noise_alpha={f.neftune_noise_alpha} draws noise that shrinks with the columns of a pass",
+    ),
+    _Obstacle(
+        lambda f: bool(f.training_mode_layers),
+        lambda f: f"{f.training_mode_layers[0]} computes over all columns of a batch in training",
     ),
     _Obstacle(lambda f: f.padding_fault is not None, lambda f: str(f.padding_fault)),
 )
@@ -297,6 +307,12 @@ def regrouping(facts: LayoutFacts) -> tuple[str, str]:
         return UNTOUCHED, stock
     if facts.overrides:
         return UNTOUCHED, f"{', '.join(facts.overrides)} is overridden and may need a micro-batch as stock makes it"
+    if facts.gradient_hooks:
+        return UNTOUCHED, f"{', '.join(facts.gradient_hooks)} is called once for each micro-batch"
+    if facts.steps_in_backward is not None:
+        return UNTOUCHED, f"optim='{facts.steps_in_backward}' steps in every backward"
+    if facts.training_mode_layers:
+        return UNTOUCHED, f"{facts.training_mode_layers[0]} computes over all rows of a batch in training"
     if facts.is_multimodal:
         return UNTOUCHED, "the model takes images, which belong to a whole micro-batch"
     if facts.router_loss:

@@ -41,6 +41,7 @@ class TokenBudgetTrainer(GRPOTrainer):
     _choices: PassChoices
     _served: Outputs | None = None
     _loss_inputs: MicroBatch | None = None
+    _looks_again = False
     _is_in_training_step = False
     _awaited_mode: str | None = None  # "train" or "eval": the next loss of this mode is the trainer's own
     _counts_rows = False
@@ -105,10 +106,10 @@ class TokenBudgetTrainer(GRPOTrainer):
         return self._statistics[self._mode]
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """As transformers 5.24; what an aborted window left is dropped, and today's settings decide."""
+        """As transformers 5.24; what an aborted window left is dropped, the first step looks at today's settings."""
         self._forget_window()
         self._layer_passes.forget()
-        self._resolve_again()
+        self._looks_again = True
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     # Scoring
@@ -202,7 +203,7 @@ class TokenBudgetTrainer(GRPOTrainer):
     # Loss
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As TRL 1.16; the loss that is asked for in here, once the inputs are prepared, is the update's own."""
+        """As TRL 1.16; the loss that is asked for in here, in its own context, is the update's."""
         self._is_in_training_step = True
         try:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -210,10 +211,16 @@ class TokenBudgetTrainer(GRPOTrainer):
             self._is_in_training_step, self._awaited_mode = False, None
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """As TRL 1.16; a loss of the trainer's own follows."""
-        inputs = super()._prepare_inputs(generation_batch)
+        """As TRL 1.16; first, what has changed until training began, in callbacks too, is followed."""
+        if self._looks_again and self._policy_trains:
+            self._looks_again = False
+            self._resolve_again()
+        return super()._prepare_inputs(generation_batch)
+
+    def compute_loss_context_manager(self) -> Any:
+        """As transformers 5.24; a loss of the trainer's own follows."""
         self._awaited_mode = self._mode if self._is_in_training_step or not self._policy_trains else None
-        return inputs
+        return super().compute_loss_context_manager()
 
     def _takes_own_loss(self) -> bool:
         """Whether the loss that is being asked for is the trainer's, not one that user code wants to see besides."""

@@ -335,6 +335,8 @@ class BudgetGRPOTrainer(ColocatedTrainer):
             )
         reason = f"a {optimizer} was chosen after the trainer was built"
         self._placement = ResolvedSetting(self._placement.name, "device", reason)
+        assert self._host_adamw is not None
+        self._host_adamw.release_gradients()  # whoever still holds it must not take them from the new optimizer
         self._host_adamw = None
         self._gradient_placement = ResolvedSetting(self._gradient_placement.name, "device", reason)
         self.resolved_settings = self._all_settings()
@@ -378,6 +380,8 @@ class BudgetGRPOTrainer(ColocatedTrainer):
 
         Weights that a callback has put in for the save, and puts back after it, cost the masters no bit.
         """
+        if self._host_adamw is not None:
+            self._host_adamw.check_whole()  # on every rank, before they wait for each other
         with nullcontext() if self._host_adamw is None else self._host_adamw.masters_of_present_weights():
             super()._save_optimizer_and_scheduler(output_dir)
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What a model raises that cannot be called so. Out of memory is no answer about the model.
-TRIAL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+# A model that cannot be called so may raise anything. Out of memory is no answer about it: let that through first.
+TRIAL_ERRORS = (Exception,)
 LENGTHS = (5, 9)
 COMPLETION = 3
 # In fp32: 1,000 columns move SmolLM2-135M by 1e-6, a recurrence that lets it in by 9e-3, learned positions by 0.2.

@@ -60,9 +60,9 @@ def scaled_positions(config: Any) -> tuple[str, int] | None:
     """The key of a scaling of queries by absolute position, and the first position that it changes."""
     for parameters in _nested(getattr(config, "rope_parameters", None)):
         if parameters.get("llama_4_scaling_beta"):
-            return "llama_4_scaling_beta", int(parameters.get("original_max_position_embeddings", 0))
+            return "llama_4_scaling_beta", int(parameters.get("original_max_position_embeddings") or 0)
     if getattr(config, "attn_temperature_tuning", False):
-        return "attn_temperature_tuning", int(getattr(config, "floor_scale", 0))
+        return "attn_temperature_tuning", int(getattr(config, "floor_scale", None) or 0)
     if floor := getattr(config, "log_scaling_n_floor", None):
         return "log_scaling_n_floor", int(floor)
     return None
@@ -92,9 +92,9 @@ def head_dims(config: Any) -> frozenset[int]:
     """Sizes of query, key and value heads; empty for a model without attention."""
     if (heads := num_heads(config)) is None:
         return frozenset()
-    first = layer_values(config, "head_dim") or [config.hidden_size // heads[0]]
-    others = ("v_head_dim", "qk_head_dim", "global_head_dim")
-    return frozenset(size for size in [*first, *(v for n in others for v in layer_values(config, n))] if size)
+    first = layer_values(config, "head_dim") or [largest(config, "hidden_size") // heads[0]]
+    others = (size for name in ("v_head_dim", "qk_head_dim", "global_head_dim") for size in layer_values(config, name))
+    return frozenset(size for size in [*first, *others] if isinstance(size, int) and size > 0)
 
 
 def is_routed(config: Any) -> bool:

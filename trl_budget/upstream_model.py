@@ -24,7 +24,7 @@ from trl_budget.padding_trial import PaddedColumns, PaddingTrial, try_padding
 from trl_budget.reuse import ReuseFacts
 from trl_budget.row_layout import LayoutFacts
 from trl_budget.trial_forward import forward_draws
-from trl_budget.upstream import carries_state, parallelism, trains_nothing, uses_hub_kernels
+from trl_budget.upstream import carries_state, optim_name, parallelism, trains_nothing, uses_hub_kernels
 from trl_budget.upstream_attention import (
     asks_for_attention,
     own_attention,
@@ -32,7 +32,7 @@ from trl_budget.upstream_attention import (
     with_own_attention,
 )
 from trl_budget.upstream_config import largest
-from trl_budget.upstream_observers import micro_batch_callbacks, row_adapters, user_hooks
+from trl_budget.upstream_observers import gradient_hooks, micro_batch_callbacks, row_adapters, user_hooks
 
 _LOSS_METHODS = (
     *("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
@@ -81,6 +81,9 @@ def layout_facts(trainer: Any, base: type) -> LayoutFacts:
         router_loss=bool(trainer.aux_loss_enabled),
         top_entropy_quantile=trainer.top_entropy_quantile,
         overrides=_overridden(trainer, base, _LOSS_METHODS),
+        gradient_hooks=gradient_hooks(model),
+        steps_in_backward=_steps_in_backward(args),
+        training_mode_layers=_training_mode_layers(model),
         observers=(*_overridden(trainer, base, ("training_step",)), *micro_batch_callbacks(trainer)),
     )
 
@@ -116,7 +119,7 @@ def reuse_facts(trainer: Any, base: type) -> ReuseFacts:
     dropout = [name for name, m in named if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
     dropout += [f"config.{key}" for key in ("attention_dropout", "router_jitter_noise") if getattr(config, key, 0)]
     corrects_sampling = bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
-    training_mode_layers = tuple(name for name, m in named if isinstance(m, _TRAINING_MODE_LAYERS))
+    training_mode_layers = _training_mode_layers(model)
     is_tried = corrects_sampling and not training_mode_layers and parallelism(args, model) is None
     return ReuseFacts(
         corrects_sampling=corrects_sampling,
@@ -133,6 +136,15 @@ def reuse_facts(trainer: Any, base: type) -> ReuseFacts:
         overrides=_overridden(trainer, base, _SCORING_METHODS),
         parallelism=parallelism(args, model),
     )
+
+
+def _training_mode_layers(model: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, module in model.named_modules() if isinstance(module, _TRAINING_MODE_LAYERS))
+
+
+def _steps_in_backward(args: Any) -> str | None:
+    optim = optim_name(args)
+    return optim if "layerwise" in optim or "lomo" in optim else None
 
 
 def _overridden(trainer: Any, base: type, methods: Iterable[str]) -> tuple[str, ...]:
@@ -164,8 +176,9 @@ def padding_trial(trainer: Any) -> PaddingTrial:
     """What a trial run of rows with and without padding found. The model has its own attention."""
     model = trainer.model
     config = model.config.get_text_config()
+    pad = getattr(config, "pad_token_id", None)
     columns = PaddedColumns(
-        getattr(config, "pad_token_id", None) or 0,
+        pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else 0,
         upstream_config.position_boundaries(config),
         upstream_config.max_positions(config),
     )
@@ -179,12 +192,13 @@ def model_shape(trainer: Any) -> ModelShape:
     """What the policy's activations depend on."""
     config = trainer.model.config.get_text_config()
     head_dim = max(upstream_config.head_dims(config), default=1)
-    heads, key_heads = upstream_config.num_heads(config) or (config.hidden_size, config.hidden_size)
+    hidden = largest(config, "hidden_size") or trainer.model.get_input_embeddings().weight.shape[-1]
+    heads, key_heads = upstream_config.num_heads(config) or (hidden, hidden)
     experts, expert_width = (largest(config, name) for name in ("num_experts_per_tok", "moe_intermediate_size"))
     return ModelShape(
-        num_layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        intermediate=max(largest(config, "intermediate_size") or 4 * config.hidden_size, experts * expert_width),
+        num_layers=largest(config, "num_hidden_layers") or 1,
+        hidden=hidden,
+        intermediate=max(largest(config, "intermediate_size") or 4 * hidden, experts * expert_width),
         query_width=heads * head_dim,
         key_width=key_heads * head_dim,
         vocabulary=config.vocab_size,

@@ -202,3 +202,17 @@ def test_gradients_edited_by_a_callback_are_stocks(tmp_path: Path, placement: st
         mask.trainer.train()
         trainers.append(mask.trainer)
     assert_equal(*trainers)
+
+
+def test_an_optimizer_chosen_later_gets_the_gradients_while_the_old_one_lives(tmp_path: Path) -> None:
+    moved = []
+    for trainer_class in (GRPOTrainer, BudgetGRPOTrainer):
+        trainer = make_trainer(
+            trainer_class, tmp_path, trainer_kwargs={"model": tiny_model(torch.bfloat16)}, max_steps=2
+        )
+        before = weights(trainer)
+        trainer.create_optimizer_and_scheduler(2)  # the scheduler keeps the first optimizer alive
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        trainer.train()
+        moved.append(max_difference(weights(trainer), before))
+    assert moved[1] == moved[0] > 0

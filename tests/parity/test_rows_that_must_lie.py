@@ -212,18 +212,25 @@ def steering(column: int) -> Any:
     return steer
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the trainer is built", "after it"])
-def test_a_hook_that_counts_on_columns_sees_those_of_stock(tmp_path: Path, is_late: bool) -> None:
+class Steer(transformers.TrainerCallback):
+    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        model.model.layers[0].register_forward_hook(steering(-17))
+
+
+@pytest.mark.parametrize("when", ["before the trainer is built", "after it", "when training begins"])
+def test_a_hook_that_counts_on_columns_sees_those_of_stock(tmp_path: Path, when: str) -> None:
     trainers = []
     for kind, trainer_class in (("stock", StockRecording), ("ours", OursRecording)):
         model = tiny_model()
-        if not is_late:
+        if when == "before the trainer is built":
             model.model.layers[0].register_forward_hook(steering(-17))
         config = {} if kind == "stock" else {"config_class": BudgetGRPOConfig}
         kwargs = {"rollout_func": uneven_rollouts, "model": model}
         settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "max_completion_length": 16}
         trainer = make_trainer(trainer_class, tmp_path / kind, trainer_kwargs=kwargs, **config, **settings)
-        if is_late:
+        if when == "when training begins":
+            trainer.add_callback(Steer())
+        if when == "after it":
             model.model.layers[0].register_forward_hook(steering(-17))
         trainer.train()
         trainers.append(trainer)

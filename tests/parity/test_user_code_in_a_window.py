@@ -113,6 +113,39 @@ def test_an_own_training_step_sees_the_loss_of_each_micro_batch(tmp_path: Path, 
 
 
 @every_layout
+def test_a_hook_on_a_gradient_is_called_once_for_each_micro_batch(tmp_path: Path, layout: dict[str, Any]) -> None:
+    runs = []
+    for trainer_class in (StockRecording, OursRecording):
+        config = {"config_class": BudgetGRPOConfig, **layout} if trainer_class is OursRecording else {}
+        kwargs = {"rollout_func": uneven_rollouts}
+        settings = {"max_steps": 1, "gradient_accumulation_steps": 4, "max_completion_length": 16}
+        trainer = make_trainer(trainer_class, tmp_path, trainer_kwargs=kwargs, **config, **settings)
+        for parameter in trainer.model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        trainer.train()
+        runs.append(trainer)
+    stock, ours = runs
+    assert relative(ours.gradients[0], stock.gradients[0]) < 1e-6
+    assert "is called once for each micro-batch" in row(ours, "max_tokens_per_microbatch").reason
+
+
+@every_layout
+def test_a_loss_asked_for_while_inputs_are_prepared_is_not_the_updates(tmp_path: Path, layout: dict[str, Any]) -> None:
+    class Prepares:
+        probes: tuple[float, ...] = ()
+
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+            self.probes += (self.compute_loss(self.model, dict(inputs)).item(),)  # type: ignore[attr-defined]
+            return inputs
+
+    stock = run(type("Stock", (Prepares, StockRecording), {}), tmp_path / "stock")
+    ours = run(type("Ours", (Prepares, OursRecording), {}), tmp_path / "ours", **layout)
+    assert ours.probes[:4] == pytest.approx(stock.probes[:4], abs=2e-6)
+    assert relative(ours.gradients[0], stock.gradients[0]) < 1e-6
+
+
+@every_layout
 def test_gradients_dropped_between_micro_batches_are_dropped(tmp_path: Path, layout: dict[str, Any]) -> None:
     whole = run(StockRecording, tmp_path / "whole")
     stock = run(StockRecording, tmp_path / "stock", ZeroGrad())

@@ -247,3 +247,25 @@ def test_a_container_allows_the_whole_cores_of_its_cpu_time(
         (tmp_path / name).write_text(text)
     names = list(files) or ["cpu.max"]
     assert container_cores(tmp_path, *names) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("memory__stat", "\nhierarchical a b\ninactive_file 0"), ("memory__current", ""), ("memory__current", "word")],
+)
+def test_files_of_an_odd_form_end_nothing(tmp_path: Path, name: str, text: str) -> None:
+    write(tmp_path, **{"memory__max": GIB, "memory__current": 0, "memory__stat": "inactive_file 0", name: text})
+    expected = GIB if name == "memory__stat" else None
+    assert container_headroom(tmp_path, *FILES_V2) == expected
+
+
+def test_more_cache_than_was_charged_is_no_room_beyond_the_limit(tmp_path: Path) -> None:
+    write(tmp_path, memory__max=1000, memory__current=-1, memory__stat="inactive_file 3")
+    assert container_headroom(tmp_path, *FILES_V2) == 1000
+
+
+def test_a_group_whose_name_no_file_can_have_counts_as_the_root(tmp_path: Path) -> None:
+    assert levels(tmp_path, "/" + "x" * 300) == [tmp_path]
+    path = tmp_path / "membership"
+    path.write_bytes(b"0::/\xff\n")
+    assert memory_headroom(tmp_path, path) is None

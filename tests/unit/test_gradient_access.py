@@ -199,3 +199,22 @@ def test_parameters_stepped_in_place_need_nothing() -> None:
         assert parameter.grad is gradient
         parameter.grad[3] = 7.0
     assert optimizer.gradient(parameter)[3] == 7.0
+
+
+def test_a_gradient_that_was_taken_away_is_no_zero() -> None:
+    parameters = random_parameters([(8,), (5,)], torch.bfloat16)
+    twins = fp32_twins(parameters)
+    optimizer, stock = HostAdamW(parameters, lr=1e-2), stock_adamw(twins, "fused", lr=1e-2)
+    gradients = random_gradients(parameters, seed=1)
+    for owner, made in ((parameters, gradients), (twins, [gradient.float() for gradient in gradients])):
+        backward(owner, made)
+    with optimizer.editable_gradients():
+        parameters[0].grad = None
+    twins[0].grad = None
+    for each in (optimizer, stock):
+        each.step()
+        each.zero_grad(set_to_none=False)
+        each.step()
+    assert optimizer.state[parameters[0]]["step"].item() == 0
+    assert torch.equal(optimizer.state[parameters[0]]["master_weights"], twins[0])
+    assert torch.equal(optimizer.state[parameters[1]]["master_weights"], twins[1])

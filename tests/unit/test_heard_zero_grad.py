@@ -16,6 +16,7 @@ import torch
 from tiny import tiny_model
 from torch import nn
 
+from trl_budget.errors import SettingsError
 from trl_budget.heard_zero_grad import hear_zero_grad
 
 
@@ -144,3 +145,16 @@ def test_a_model_is_saved_as_ever(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_a_shallow_copy_of_a_module_that_is_gone_says_what_to_do() -> None:
+    module, ear = with_gradient(), Ear()
+    hear_zero_grad(module, ear.listen)
+    shallow = copy.copy(module)
+    del module
+    gc.collect()
+    for call in (shallow.zero_grad, lambda: copy.deepcopy(shallow), lambda: pickle.dumps(shallow)):
+        with pytest.raises(SettingsError, match=r"del vars\(copy\)\['zero_grad'\]"):
+            call()
+    del vars(shallow)["zero_grad"]
+    shallow.zero_grad()

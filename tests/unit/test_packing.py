@@ -254,6 +254,7 @@ MOVING: dict[str, tuple[dict[str, Any], str]] = {
         "floor_scale scales queries by absolute position",
     ),
     "noise": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+    "batch norm": ({"training_mode_layers": ("model.norm",)}, "model.norm computes over all columns"),
     "a trial": ({"padding_fault": "in a trial run padding moved a row"}, "in a trial run padding moved a row"),
     "no trial, layers that convolve": (
         {"is_padding_tried": False, "layer_types": frozenset({"conv"})},
@@ -389,6 +390,9 @@ def test_anything_else_is_refused_by_name(budget: Any) -> None:
     [
         ({}, MERGED, "merged and split"),
         ({"top_entropy_quantile": 0.2}, WHOLE, "top_entropy_quantile=0.2"),
+        ({"gradient_hooks": ("a gradient hook of yours (clamp)",)}, UNTOUCHED, "clamp) is called once for each"),
+        ({"steps_in_backward": "galore_adamw_layerwise"}, UNTOUCHED, "optim='galore_adamw_layerwise' steps"),
+        ({"training_mode_layers": ("model.norm",)}, UNTOUCHED, "model.norm computes over all rows"),
         ({"observers": ("training_step",)}, SPLIT, "training_step may look at each micro-batch's loss"),
         ({"observers": ("Skip.on_substep_end",), "top_entropy_quantile": 0.2}, UNTOUCHED, "Skip.on_substep_end"),
         ({"router_loss": True}, UNTOUCHED, "router"),

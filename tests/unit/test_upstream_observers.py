@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from trl_budget.upstream_attention import asks_for_attention
-from trl_budget.upstream_observers import micro_batch_callbacks, user_hooks
+from trl_budget.upstream_observers import gradient_hooks, micro_batch_callbacks, user_hooks
 
 
 def mine(*_: Any, **__: Any) -> None:
@@ -64,9 +64,35 @@ class DoesNot(TrainerCallback):
         pass
 
 
+def test_a_hook_on_every_module_and_one_on_a_gradient_are_found() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    handle = nn.modules.module.register_module_forward_hook(mine)
+    assert user_hooks(model) == ("a hook of yours (mine)",)
+    handle.remove()
+    assert user_hooks(model) == gradient_hooks(model) == ()
+    model[0].weight.register_hook(mine)
+    assert gradient_hooks(model) == ("a gradient hook of yours (mine)",)
+    model[0].bias.register_post_accumulate_grad_hook(Callable_())
+    assert gradient_hooks(model) == ("a gradient hook of yours (mine)", "a gradient hook of yours (Callable_)")
+
+
+def test_the_recipe_that_scripts_copy_is_known() -> None:
+    def make_inputs_require_grad(module: Any, inputs: Any, output: Any) -> None:
+        output.requires_grad_(True)
+
+    model = tiny_model()
+    model.get_input_embeddings().register_forward_hook(make_inputs_require_grad)
+    assert user_hooks(model) == ()
+
+
 def test_callbacks_between_micro_batches_are_found() -> None:
-    handler = CallbackHandler([DefaultFlowCallback(), DoesNot(), Looks(), Looks()], None, None, None, None)
-    assert micro_batch_callbacks(SimpleNamespace(callback_handler=handler)) == ("Looks.on_substep_end",)
+    given = DoesNot()
+    given.on_substep_end = mine  # type: ignore[method-assign]
+    handler = CallbackHandler([DefaultFlowCallback(), DoesNot(), Looks(), Looks(), given], None, None, None, None)
+    assert micro_batch_callbacks(SimpleNamespace(callback_handler=handler)) == (
+        "Looks.on_substep_end",
+        "DoesNot.on_substep_end",
+    )
 
 
 def test_code_that_asks_for_the_name_of_its_attention_is_found() -> None:
