@@ -259,7 +259,10 @@ def _moved(seam: Seam) -> str | None:
     is_path = isinstance(seam.owner, str)
     label = seam.owner.rpartition(":")[2] if is_path else getattr(owner, "__qualname__", None) or owner.__name__
     if seam.set_in is not None:
-        is_there = _sets(vars(owner).get(seam.set_in), seam.name)
+        if owner is nn.Module:  # torch.compile puts a plain function in its constructor's place; it declares them
+            is_there = seam.name in nn.Module.__annotations__
+        else:
+            is_there = _sets(vars(owner).get(seam.set_in), seam.name)
         return None if is_there else f"{label}.{seam.set_in} sets no {seam.name}"
     if seam.name not in vars(owner):  # what a base has in its place does something else
         return f"{label}.{seam.name} does not exist"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fake_vllm import stand_in_for_vllm
 from package_source import NEEDS_VLLM, body_names, classes, is_private, overrides, private_reads, trees
+from torch import nn
 
 from trl_budget import UpstreamMovedError, upstream
 from trl_budget.upstream_seams import CALLS, ENGINE, OVERRIDES, PRIVATE, SLEEPING_WORKER, VLLM, Seam, moved_seams
@@ -94,6 +95,9 @@ def test_each_seam_that_upstream_takes_away_is_named(seam: Seam, monkeypatch: py
 
 def take_away(seam: Seam, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Upstream without the attribute; where it is written in C, a table whose owner lacks it."""
+    if seam.owner is nn.Module and seam.set_in is not None:
+        monkeypatch.delitem(nn.Module.__annotations__, seam.name)
+        return {}
     if seam.set_in is not None:
         function = inspect.unwrap(vars(seam.owner)[seam.set_in])
         monkeypatch.setattr(seam.owner, seam.set_in, renamed(function, seam.name))

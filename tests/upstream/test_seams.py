@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 import pytest
+import torch
 
 from trl_budget import UpstreamMovedError, upstream
 from trl_budget.upstream_seams import Seam
@@ -52,3 +54,14 @@ def test_a_fused_head_that_reads_its_chunk_size_elsewhere_is_named(monkeypatch: 
     with pytest.raises(UpstreamMovedError, match="add_fused_lm_head reads no _CHUNKED_LOGPROB_CHUNK_SIZE"):
         upstream.check_seams()
     upstream.check_seams.cache_clear()
+
+
+def test_a_process_that_has_compiled_a_model_is_no_moved_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    constructor = torch.nn.Module.__init__
+
+    def patched_init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # as torch._dynamo.mutation_guard
+        constructor(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "__init__", patched_init)
+    upstream.check_seams.cache_clear()
+    upstream.check_seams()
