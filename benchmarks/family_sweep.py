@@ -52,7 +52,15 @@ class LayoutChoice(PassChoices):
     def __init__(self, model: PreTrainedModel) -> None:
         self._base = GRPOTrainer
         self._trainer = GRPOTrainer.__new__(GRPOTrainer)
-        args = {"bf16": True, "n_gpu": 1, "world_size": 1, "torch_compile": False, "fsdp": "", "deepspeed": None}
+        args = {
+            "bf16": True,
+            "optim": "adamw_torch_fused",
+            "n_gpu": 1,
+            "world_size": 1,
+            "torch_compile": False,
+            "fsdp": "",
+            "deepspeed": None,
+        }
         lengths = {"vllm_max_model_length": None, "max_completion_length": None}
         vars(self._trainer).update(
             model=model,
