@@ -67,9 +67,8 @@ def plan_passes(
     """
     planned = [_plan_rank(rows, budget, cost, micro_batch_size, keeps_micro_batches_whole) for rows in lengths]
     num_passes = max((len(passes) for passes in planned), default=0)
-    unit_sizes = (micro_batch_size,) if keeps_micro_batches_whole else (micro_batch_size, 1)
     spread = [
-        _spread(rows, passes, num_passes, budget, cost, unit_sizes)
+        _spread(rows, passes, num_passes, budget, cost, micro_batch_size, keeps_micro_batches_whole)
         for rows, passes in zip(lengths, planned, strict=True)
     ]
     if len(spread) == 1:
@@ -80,19 +79,28 @@ def plan_passes(
 def _plan_rank(
     lengths: Sequence[RowLength], budget: int, cost: PassCost, micro_batch_size: int, keeps_whole: bool
 ) -> Passes:
-    rows = range(len(lengths))
-    micro_batches = _units(rows, micro_batch_size)
+    plans = [
+        _fewest(units, lengths, budget, cost)
+        for units in _divisions(lengths, budget, cost, micro_batch_size, keeps_whole)
+    ]
+    return min(plans, key=len)
+
+
+def _divisions(
+    lengths: Sequence[RowLength], budget: int, cost: PassCost, micro_batch_size: int, keeps_whole: bool
+) -> list[list[tuple[int, ...]]]:
+    """What passes may be made of, the best first: micro-batches, cut where they exceed the budget, or single rows."""
+    micro_batches = _units(range(len(lengths)), micro_batch_size)
     if keeps_whole:
-        return _fewest(micro_batches, lengths, budget, cost)
-    by_row = _fewest(_units(rows, 1), lengths, budget, cost)
+        return [micro_batches]
+    single = _units(range(len(lengths)), 1)
     fits = [cost.tokens([lengths[row] for row in unit]) <= budget for unit in micro_batches]
-    units = [
+    cut = [
         part
         for unit, is_whole in zip(micro_batches, fits, strict=True)
         for part in ([unit] if is_whole else [(row,) for row in unit])
     ]
-    by_micro_batch = _fewest(units, lengths, budget, cost)
-    return by_micro_batch if len(by_micro_batch) <= len(by_row) else by_row
+    return [cut, single]
 
 
 def _fewest(units: Sequence[tuple[int, ...]], lengths: Sequence[RowLength], budget: int, cost: PassCost) -> Passes:
@@ -147,18 +155,18 @@ def _spread(
     num_passes: int,
     budget: int,
     cost: PassCost,
-    unit_sizes: Sequence[int],
+    micro_batch_size: int,
+    keeps_whole: bool,
 ) -> Passes:
-    """The same rows in `num_passes` passes, of units of the first size that leaves enough of them and fits."""
+    """The same rows in `num_passes` passes, of the first units that are enough and fit."""
     if len(passes) == num_passes:
         return passes
-    for unit_size in unit_sizes if cost.is_packed else ():
-        units = _units(range(len(lengths)), unit_size)
+    for units in _divisions(lengths, budget, cost, micro_batch_size, keeps_whole) if cost.is_packed else ():
         spread = _largest_first(units, lengths, num_passes, budget, cost) if len(units) >= num_passes else None
         if spread is not None:
             return spread
     while len(passes) < num_passes:
-        passes = _with_one_more(lengths, passes, cost, unit_sizes[-1])
+        passes = _with_one_more(lengths, passes, cost, micro_batch_size if keeps_whole else 1)
     return passes
 
 

@@ -83,6 +83,14 @@ def test_no_pass_exceeds_the_budget_unless_it_is_one_row_or_one_uncut_micro_batc
             assert is_unit or (packed if case.cost.is_packed else padded) <= case.budget
 
 
+def test_a_rank_that_is_given_one_pass_more_cuts_the_micro_batch_that_exceeds_the_budget() -> None:
+    empty, full = (0, 0), (0, 5)
+    ranks = [[empty, empty, empty, empty, full, full], [empty, empty, empty, full, empty, empty]]
+    case = Case(ranks, budget=5, cost=PassCost(is_packed=True), size=2, whole=False)
+    tokens = [case.cost.tokens([ranks[1][row] for row in rows]) for rows in case.plan()[1]]
+    assert len(tokens) == 3 and max(tokens) <= 5
+
+
 @given(cases())
 def test_every_rank_has_as_many_passes_and_rows_in_each(case: Case) -> None:
     plans = case.plan()
