@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import nn
 from transformers import set_seed
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_budget import padding_trial
+from trl_budget import packing_trial, padding_trial
 from trl_budget.fp32_forward import in_fp32
+from trl_budget.packing_trial import packing_fault
 from trl_budget.padding_trial import MAX_COLUMNS, PaddedColumns, PaddingTrial, try_padding
+from trl_budget.upstream_attention import enable_packed_attention
 from trl_budget.upstream_config import (
     head_dims,
     max_positions,
@@ -41,6 +44,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "attn_implementation": "sdpa",
 }
+AS_IT_IS = nullcontext()
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -54,10 +58,21 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -
     return model
 
 
-def trial(model: Any, **boundaries: int) -> PaddingTrial:
+def trial(model: Any, autocast: AbstractContextManager[Any] = AS_IT_IS, *, is_quantized: bool = False) -> PaddingTrial:
     config = model.config
-    columns = PaddedColumns(0, boundaries or position_boundaries(config), max_positions(config))
-    return try_padding(model, config.vocab_size, columns, telling_layers(model, config), nullcontext())
+    columns = PaddedColumns(0, position_boundaries(config), max_positions(config))
+    layers = telling_layers(model, config)
+    return try_padding(model, config.vocab_size, columns, layers, autocast, is_quantized=is_quantized)
+
+
+def packed_trial(
+    model: Any, autocast: AbstractContextManager[Any] = AS_IT_IS, *, is_quantized: bool = False
+) -> str | None:
+    enable_packed_attention([model])
+    return packing_fault(model, model.config.vocab_size, autocast, is_exact=True, is_quantized=is_quantized)
+
+
+Trial = Callable[..., Any]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,6 +107,17 @@ def test_a_boundary_is_passed_where_the_model_and_the_trial_can() -> None:
     assert PaddedColumns(0, {"window": MAX_COLUMNS}).past_boundaries() is None
 
 
+def test_no_column_is_tried_that_the_model_has_no_position_for() -> None:
+    model = model_of("GPTJ", max_position_embeddings=64, rotary_dim=8, attn_implementation="eager")
+    assert trial(model) == PaddingTrial(None)
+
+
+def test_learned_positions_are_found_before_columns_that_they_may_not_reach() -> None:
+    model = model_of("GPTBigCode", max_position_embeddings=64)
+    found = try_padding(model, model.config.vocab_size, PaddedColumns(0, {}), [], nullcontext())
+    assert "in a trial run padding moved a row's log-probs by" in str(found.fault)
+
+
 def test_layers_that_tell_are_those_up_to_the_last_new_kind() -> None:
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
     plain = model_of("Qwen3")
@@ -123,6 +149,48 @@ def test_a_far_trial_without_memory_is_left_out_with_a_word(
     monkeypatch.setattr(padding_trial, "_states", no_memory)
     assert trial(model_of("Mistral", sliding_window=16)).fault is None
     assert "Padding past sliding_window=16 was not tried" in caplog.text
+
+
+@pytest.mark.parametrize("attempt", [trial, packed_trial])
+@pytest.mark.parametrize("is_fp32", [True, False])
+def test_a_trial_without_memory_says_so(attempt: Trial, is_fp32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory is not a reason to try another dtype, nor a fault of the model."""
+    score = padding_trial.score
+
+    def run(*arguments: Any, **settings: Any) -> Any:
+        if torch.is_autocast_enabled("cpu") == is_fp32:
+            return score(*arguments, **settings) if is_fp32 else nn.Linear(1, 1)(torch.ones(2))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for module in (padding_trial, packing_trial):
+        monkeypatch.setattr(module, "score", run)
+    with pytest.raises(torch.OutOfMemoryError):
+        attempt(model_of("Qwen3", torch.bfloat16), torch.autocast("cpu", torch.bfloat16))
+
+
+def test_no_number_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = model_of("Qwen3")
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    assert "moved a row's log-probs by nan" in str(trial(broken).fault)
+    assert "differed from the row alone by nan" in str(packed_trial(broken))
+    monkeypatch.setattr(padding_trial, "_states", lambda *_: torch.full((2, 3, 64), float("nan")))
+    assert "padding past sliding_window=16 moved a row by nan" in str(
+        trial(model_of("Mistral", sliding_window=16)).fault
+    )
+
+
+@pytest.mark.parametrize("attempt", [trial, packed_trial])
+def test_4_bit_layers_compute_in_the_dtype_of_the_policy_after_a_trial(attempt: Trial) -> None:
+    """One that was made without `compute_dtype` computes for good in the dtype of its first input."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model = model_of("Qwen3", torch.bfloat16)
+    for layer in model.model.layers:
+        quantized = bnb.nn.Linear4bit(64, 96, bias=False)
+        quantized.load_state_dict({"weight": layer.mlp.up_proj.weight.data})
+        layer.mlp.up_proj = quantized.to("cpu")
+    attempt(model, is_quantized=True)
+    assert {layer.mlp.up_proj.compute_dtype for layer in model.model.layers} == {torch.bfloat16}
 
 
 def test_a_trial_leaves_the_model_as_it_was() -> None:
