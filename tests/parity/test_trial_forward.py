@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from tiny import make_trainer
 from transformers import set_seed
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, SettingsError, attention
+from trl_budget import BudgetGRPOConfig, BudgetGRPOTrainer, SettingsError, attention, packing_trial
 from trl_budget.packing_trial import packing_fault
-from trl_budget.trial_forward import forward_draws
+from trl_budget.trial_forward import COMPLETION, forward_draws
 from trl_budget.upstream_attention import enable_packed_attention
 
 
@@ -25,9 +27,10 @@ def fault(model: torch.nn.Module) -> str | None:
     return packing_fault(model, SIZES["vocab_size"], nullcontext(), is_exact=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_is_wrong_with_the_families_that_are_packed(family: str) -> None:
-    assert fault(family_model(family)) is None
+def test_nothing_is_wrong_with_the_families_that_are_packed(family: str, dtype: torch.dtype) -> None:
+    assert fault(family_model(family, dtype)) is None
 
 
 def test_a_layer_that_carries_one_row_into_the_next_is_found() -> None:
@@ -76,7 +79,9 @@ def test_a_window_that_only_the_mask_knows_is_found(dtype: torch.dtype) -> None:
     assert found == "2 of 2 layers keep their sliding window to the mask, which a pack has not"
     mistral = family_model("Mistral with a window of 5", dtype)
     enable_packed_attention([mistral])
-    assert packing_fault(mistral, SIZES["vocab_size"], nullcontext(), is_exact=True, num_windows=1) is None
+    of_mistral = partial(packing_fault, mistral, SIZES["vocab_size"], nullcontext(), is_exact=True)
+    assert of_mistral(num_windows=2) is None
+    assert of_mistral(num_windows=3) == "1 of 3 layers keep their sliding window to the mask, which a pack has not"
 
 
 def test_what_bf16_would_hide_is_found_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +93,58 @@ def test_what_bf16_would_hide_is_found_in_fp32(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(attention, "packed_attention", scaled)
     model = family_model("Llama", torch.bfloat16)
     assert "a packed row differed from the row alone" in str(fault(model))
+    assert packing_fault(model, SIZES["vocab_size"], nullcontext(), is_exact=True, is_quantized=True) is None
+
+
+@pytest.mark.parametrize(("is_exact", "found"), [(True, "one row moved the next by 0.01"), (False, "None")])
+def test_rows_may_share_the_rounding_of_routed_experts_and_nothing_else(
+    is_exact: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = []
+
+    def moved(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        first.append(ids[0, 0])
+        return -torch.ones(len(ids), COMPLETION) - 0.01 * (len(ids) == 2 and ids[0, 0] != first[0])
+
+    monkeypatch.setattr(packing_trial, "score", moved)
+    model = family_model("Llama", torch.bfloat16)
+    enable_packed_attention([model])
+    trial = partial(packing_fault, model, SIZES["vocab_size"], nullcontext(), is_quantized=True)
+    assert found in str(trial(is_exact=is_exact))
+
+
+def test_a_row_alone_is_scored_with_the_models_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored, is_own = packing_trial.score, [False]
+    seen: list[tuple[int, bool]] = []
+
+    @contextmanager
+    def unpacked() -> Iterator[None]:
+        is_own[0] = True
+        yield
+        is_own[0] = False
+
+    def record(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen.append((len(ids), is_own[0]))
+        return scored(model, ids, mask)
+
+    monkeypatch.setattr(packing_trial, "score", record)
+    model = family_model("Llama")
+    enable_packed_attention([model])
+    assert packing_fault(model, SIZES["vocab_size"], nullcontext(), is_exact=True, unpacked=unpacked) is None
+    assert set(seen) == {(2, False), (1, True)}
+
+
+def test_attention_that_is_not_looked_up_is_tried_as_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention casts fp32 to bf16 by itself, which the tolerance for fp32 would take for a fault."""
+
+    @contextmanager
+    def never(model: torch.nn.Module) -> Iterator[None]:
+        raise torch.OutOfMemoryError("fp32 was tried")
+        yield
+
+    monkeypatch.setattr(packing_trial, "in_fp32", never)
+    model = family_model("Llama", torch.bfloat16)
+    with pytest.raises(torch.OutOfMemoryError):
+        fault(model)
+    monkeypatch.setattr(packing_trial, "undispatched_attention", lambda _: {"flash_attention_2"})
+    assert fault(model) is None

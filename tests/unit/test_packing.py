@@ -401,6 +401,7 @@ def test_anything_else_is_refused_by_name(budget: Any) -> None:
     [
         ({}, MERGED, "merged and split"),
         ({"top_entropy_quantile": 0.2}, WHOLE, "top_entropy_quantile=0.2"),
+        ({"top_entropy_quantile": 0.2, "num_processes": 2}, UNTOUCHED, "one micro-batch over 2 processes"),
         ({"gradient_hooks": ("a gradient hook of yours (clamp)",)}, UNTOUCHED, "clamp) is called once for each"),
         ({"steps_in_backward": "galore_adamw_layerwise"}, UNTOUCHED, "optim='galore_adamw_layerwise' steps"),
         ({"training_mode_layers": ("model.norm",)}, UNTOUCHED, "model.norm computes over all rows"),

@@ -168,6 +168,16 @@ def test_a_trial_without_memory_says_so(attempt: Trial, is_fp32: bool, monkeypat
         attempt(model_of("Qwen3", torch.bfloat16), torch.autocast("cpu", torch.bfloat16))
 
 
+def test_one_row_that_moves_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = torch.ones(2, 3, 64), torch.ones(2, 3, 64)
+    far[1, 2] = 1.5
+    states = iter((near, far))
+    monkeypatch.setattr(padding_trial, "_states", lambda *_: next(states))
+    assert "padding past sliding_window=16 moved a row by 0.5" in str(
+        trial(model_of("Mistral", sliding_window=16)).fault
+    )
+
+
 def test_no_number_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = model_of("Qwen3")
     with torch.no_grad():
