@@ -65,25 +65,20 @@ def plan_passes(
         By rank, as many passes on each rank: row indices, ascending. Each row is in exactly one pass, and no pass is
         empty: the ranks meet in each of them, so the shortest rank gains nothing from fewer.
     """
-    planned = [_plan_rank(rows, budget, cost, micro_batch_size, keeps_micro_batches_whole) for rows in lengths]
+    divisions = [_divisions(rows, budget, cost, micro_batch_size, keeps_micro_batches_whole) for rows in lengths]
+    planned = [
+        min((_fewest(units, rows, budget, cost) for units in of_rank), key=len)
+        for rows, of_rank in zip(lengths, divisions, strict=True)
+    ]
     num_passes = max((len(passes) for passes in planned), default=0)
+    unit_size = micro_batch_size if keeps_micro_batches_whole else 1
     spread = [
-        _spread(rows, passes, num_passes, budget, cost, micro_batch_size, keeps_micro_batches_whole)
-        for rows, passes in zip(lengths, planned, strict=True)
+        _spread(rows, passes, num_passes, of_rank, budget, cost, unit_size)
+        for rows, passes, of_rank in zip(lengths, planned, divisions, strict=True)
     ]
     if len(spread) == 1:
         return spread
     return [_longest_first(rows, passes, cost) for rows, passes in zip(lengths, spread, strict=True)]
-
-
-def _plan_rank(
-    lengths: Sequence[RowLength], budget: int, cost: PassCost, micro_batch_size: int, keeps_whole: bool
-) -> Passes:
-    plans = [
-        _fewest(units, lengths, budget, cost)
-        for units in _divisions(lengths, budget, cost, micro_batch_size, keeps_whole)
-    ]
-    return min(plans, key=len)
 
 
 def _divisions(
@@ -153,20 +148,20 @@ def _spread(
     lengths: Sequence[RowLength],
     passes: Passes,
     num_passes: int,
+    divisions: Sequence[Sequence[tuple[int, ...]]],
     budget: int,
     cost: PassCost,
-    micro_batch_size: int,
-    keeps_whole: bool,
+    unit_size: int,
 ) -> Passes:
     """The same rows in `num_passes` passes, of the first units that are enough and fit."""
     if len(passes) == num_passes:
         return passes
-    for units in _divisions(lengths, budget, cost, micro_batch_size, keeps_whole) if cost.is_packed else ():
+    for units in divisions if cost.is_packed else ():
         spread = _largest_first(units, lengths, num_passes, budget, cost) if len(units) >= num_passes else None
         if spread is not None:
             return spread
     while len(passes) < num_passes:
-        passes = _with_one_more(lengths, passes, cost, micro_batch_size if keeps_whole else 1)
+        passes = _with_one_more(lengths, passes, cost, unit_size)
     return passes
 
 
